@@ -37,9 +37,9 @@ from rich.table import Table
 from everytoken.data.batch import normalise
 from everytoken.maps import MapWriter, StoreMeta
 from everytoken.models import TokenModel
+from everytoken_lab.annotators import AnnotateOptions
 from everytoken_lab.annotators.annotator import Annotator, CellScores
 from everytoken_lab.annotators.job import fill, fill_store, store_order
-from everytoken_lab.annotators.options import AnnotateOptions
 from everytoken_lab.annotators.reading import ImageBatch, ImageReader, read_batches
 from everytoken_lab.classes import ClassList, plan_classes
 from everytoken_lab.data.augment import EvalTransform

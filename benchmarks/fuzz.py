@@ -1,9 +1,9 @@
 """Damaged and hostile input, in this process: images, texts, flipped bits, planted files. `faults.py` runs all of it,
 `tests/test_faults.py` a part.
 
-Each attack is a generator of `Trial`s. A trial calls the real code and has one of three ends: "survived" (the right
-result, or an error of ours, which the command line prints as a sentence), "lost" (a wrong result, silently), or
-"traceback" (any other exception).
+Each attack is a generator of `Trial`s. A trial calls the real code and has one of five ends: "held" (the right result,
+or an error of ours, which the command line prints as a sentence), "lost" (a wrong result, silently), "traceback" (any
+other exception), "hangs", or "let in" (`LetIn`: what should be kept out or in).
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import json
 import os
 import random
 import shutil
+import signal
 import struct
+import threading
 import traceback
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,40 +42,88 @@ Trial = tuple[str, Callable[[], bool]]
 """What is tried, and a call that says whether its result is right."""
 
 
+class LetIn(Exception):  # noqa: N818  (an end of a trial)
+    """Something got through: code ran, a link was followed, a secret was shown."""
+
+
+class Hang(BaseException):
+    """It does not end."""
+
+
+SECONDS, OF_WORK = 150.0, 40.0  # after which a trial hangs: by the clock, and of its own computing
+
+
 @dataclass
 class Tally:
     """The ends of some trials."""
 
     name: str
     tried: int = 0
-    survived: int = 0
+    held: int = 0
     lost: int = 0
     tracebacks: int = 0
+    hangs: int = 0
+    let_in: int = 0
     notes: list[str] = field(default_factory=list)
 
     def count(self, what: str, call: Callable[[], bool]) -> None:
         """Try one thing."""
         self.tried += 1
+        good, note = False, "lost"
         try:
-            good = call()
+            with _limited():
+                good = call()
         except EverytokenError as error:
             good = bool(str(error)) and "Traceback" not in str(error)
+        except (LetIn, AssertionError, Hang) as error:
+            note = f"{type(error).__name__} {error}"
+            self.let_in += isinstance(error, LetIn)
+            self.hangs += isinstance(error, Hang)
+            self.lost += isinstance(error, AssertionError)
+            self.notes.append(f"{what}: {note}")
+            return
         except Exception as error:
             self.tracebacks += 1
             place = traceback.extract_tb(error.__traceback__)[-1]
             self.notes.append(f"{what}: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")
             return
         if good:
-            self.survived += 1
+            self.held += 1
         else:
             self.lost += 1
-            self.notes.append(f"{what}: lost")
+            self.notes.append(f"{what}: {note}")
 
     def run(self, trials: Iterator[Trial]) -> Tally:
         """Try all."""
         for what, call in trials:
             self.count(what, call)
         return self
+
+    @property
+    def bad(self) -> int:
+        """What did not hold."""
+        return self.lost + self.tracebacks + self.hangs + self.let_in
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raise `Hang` in what takes too long; only the main thread of a process can be told."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise Hang
+
+    for number in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(number, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, OF_WORK)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 # -- data to work on ---------------------------------------------------------------------------------------------------
@@ -610,7 +660,8 @@ def descriptions(count: int, rng: random.Random, work: Path, weights: Path) -> I
     from safetensors.torch import load_file
 
     from everytoken.models.weights import encode_weights
-    from everytoken_lab.models.open import DESCRIPTION, open_model
+    from everytoken_lab.models.description import DESCRIPTION
+    from everytoken_lab.models.open import open_model
 
     tensors = load_file(weights)
     with safe_open(weights, framework="pt") as file:
@@ -756,6 +807,8 @@ def flips_in_runs(count: int, rng: random.Random, work: Path, photos: Path, run:
         else:
             (copy / name).write_bytes(text)
         train(photos, copy, epochs=3)
+        if name == "best.safetensors":  # the next validation counts as the best, and the log says so
+            return end_state(copy, best=False) == end_state(work / "whole", best=False)
         return end_state(copy) == final
 
     for i in range(count):
@@ -771,10 +824,10 @@ def flips_in_runs(count: int, rng: random.Random, work: Path, photos: Path, run:
             yield f"{name} emptied", partial(look, name, lambda data: b"")
 
 
-def end_state(run: Path) -> bytes:
+def end_state(run: Path, best: bool = True) -> bytes:
     """What a run has learned: the weights and averages of its last checkpoint, and its best weights."""
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
-    names = [*sorted(newest.glob("*.safetensors")), *sorted(run.glob("best*.safetensors"))]
+    names = [*sorted(newest.glob("*.safetensors")), *(sorted(run.glob("best*.safetensors")) if best else [])]
     return b"".join(f"{path.name}\n".encode() + path.read_bytes() for path in names)
 
 

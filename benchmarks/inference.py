@@ -4,7 +4,7 @@
 
     eager       the network as it is; glibc gives the memory of every large tensor back to the system
     kept        freed memory is kept, as our commands do (`machine.keep_freed_memory`)
-    ours        and ONNX Runtime (`models.inference.faster`)
+    ours        and ONNX Runtime (`models.onnx.faster`)
 Beside it how well the answers agree: the largest difference, of the largest logit, and how many best classes are the
 same. Weights and images are random. CPU time, in turns (`ratios.py`). Exit code 1 when a goal is broken.
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from everytoken.models import TokenModel
 from everytoken_lab.annotators.annotator import CellScores
 from everytoken_lab.machine import keep_freed_memory
-from everytoken_lab.models.inference import faster
+from everytoken_lab.models.onnx import faster
 
 
 class Classes(nn.Module):

@@ -76,18 +76,7 @@ def run() -> int:
             [
                 *("detect", "train", str(folder), "--out", str(output), "--model", "resnet10t", "--drop-path", "0"),
                 *("--batch-size", str(chosen.images), "--sizes", str(side * 15 // 16), str(side)),
-                *(
-                    "--crop",
-                    "0",
-                    "--longest",
-                    str(side * 2),
-                    "--channels",
-                    "32",
-                    "--hidden",
-                    "128",
-                    "--box-head",
-                    "mlp",
-                ),
+                *("--crop", "0", "--longest", str(side * 2), "--channels", "32", "--hidden", "128"),
                 *("--regions", "32", "--proposals", "200", "--anchor-scale", "4", "--epochs", str(epochs)),
                 *(
                     "--decay-milestones",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import io
+import itertools
 import os
 import pkgutil
 import re
 import shutil
+import textwrap
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +24,22 @@ import everytoken
 import everytoken_lab
 from everytoken import functional
 from everytoken_lab import cli
+from everytoken_lab.annotators import AnnotateOptions
+from everytoken_lab.engine.options import AutoOptions, TrainOptions
 from everytoken_lab.engine.recipe import header, recipe_names, recipe_text
+from everytoken_lab.evaluation import EvalOptions, ExportOptions, PredictOptions
+from everytoken_lab.explanation import ExplainOptions
+from everytoken_lab.reports import ReportOptions
 
+OPTIONS: dict[str, tuple[type, ...]] = {  # what the functions of everytoken_lab take as keyword arguments
+    "train": (AutoOptions, TrainOptions),
+    "annotate": (AnnotateOptions,),
+    "evaluate": (EvalOptions,),
+    "predict": (PredictOptions,),
+    "export": (ExportOptions,),
+    "explain": (ExplainOptions,),
+    "report": (ReportOptions,),
+}
 GROUPS = {  # title: packages that the names come from
     "Models": ("models",),
     "Objectives": ("objectives", "step", "timm_task"),
@@ -65,7 +84,9 @@ def api() -> str:
                 names.remove(name)
                 lines += _documented("everytoken", name)
     lines += [_title("Commands as functions: everytoken_lab", "-")]
-    lines += [line for name in everytoken_lab.__all__ for line in _documented("everytoken_lab", name)]
+    for name in everytoken_lab.__all__:
+        lines += _documented("everytoken_lab", name)
+        lines += [line for kind in OPTIONS.get(name, ()) for line in _options_of(name, kind)]
     if names:
         raise ValueError(f"docs/make_reference.py puts these names into no group: {names}")
     return "\n".join(lines)
@@ -89,6 +110,32 @@ def _documented(module: str, name: str) -> list[str]:
     kind = "class" if inspect.isclass(getattr(importlib.import_module(module), name)) else "function"
     members = ["   :members:", "   :undoc-members:"] if kind == "class" else []
     return [f".. auto{kind}:: {module}.{name}", *members, ""]
+
+
+def _options_of(name: str, kind: type) -> list[str]:
+    """A list of the keyword arguments that a dataclass of options stands for: name, default, docstring."""
+    lines = [f"**Options of** ``{name}``", ""]
+    for option, default, doc in _fields(kind):
+        lines += [f"``{option}`` = ``{default!r}``", textwrap.indent(" ".join(doc.split()), "    "), ""]
+    return lines
+
+
+def _fields(kind: type) -> Iterator[tuple[str, Any, str]]:
+    """Fields of a dataclass and of the groups in it, without those that only recipes set."""
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
+        for line, after in itertools.pairwise(body):
+            if isinstance(line, ast.AnnAssign) and isinstance(after, ast.Expr):
+                docs[line.target.id] = ast.literal_eval(after.value)  # type: ignore[union-attr]
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _fields(hints[field.name])
+        elif field.name in docs and field.name not in ("data", "maps", "recipe"):  # arguments of their own
+            missing = field.default is dataclasses.MISSING
+            default = field.default if not missing else field.default_factory()  # type: ignore[misc]
+            yield field.name, default, docs[field.name]
 
 
 def _title(text: str, line: str = "=") -> str:

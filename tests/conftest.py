@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub
+
 CONTEXT = multiprocessing.get_context("forkserver")  # torch and timm are imported once, and forked: seconds less each
 CONTEXT.set_forkserver_preload(
     ["timm", "everytoken_lab.training.classify", "everytoken_lab.dense.segment.task", __name__]
@@ -195,7 +197,7 @@ def backbone(tmp_path_factory) -> str:
     import torch
 
     from everytoken_lab.engine.checkpoint import write_weights
-    from everytoken_lab.models.open import Description
+    from everytoken_lab.models.description import Description
 
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=7)

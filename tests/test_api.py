@@ -20,6 +20,7 @@ from everytoken.functional import collate_maps
 NAMES = {
     *("Maps", "ScoreMap", "MapWriter", "with_maps", "collate", "Batch", "TokenModel", "TokenView"),
     *("HardLabels", "TokenLabeling", "ReLabel", "OnlineTokenLabeling", "Distillation", "Drloc", "TLAlign", "TransMix"),
+    *("CompactTarget", "FeatureDistillation"),
     *("CutMix", "MixUp", "MixToken", "Mix", "aligned", "TokenStep", "TokenTask"),
     *("EverytokenError", "__version__"),
 }

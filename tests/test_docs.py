@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from everytoken.errors import PUBLISHED
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")])
@@ -41,3 +43,16 @@ def test_no_page_has_an_e_mail_address():
     for page in PAGES:
         found = re.findall(r"[\w.]+@[\w-]+\.[a-z]{2,}", page.read_text(encoding="utf-8"))
         assert not found, f"{page.name}: {found}"
+
+
+def test_no_page_installs_a_name_that_is_not_published():
+    if PUBLISHED:
+        return
+    for page in PAGES:
+        assert not re.search(r"pip install [\"']?everytoken", page.read_text(encoding="utf-8")), page.name
+
+
+def test_the_readme_is_one_screen():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 115
+    assert [line for line in lines if len(line) > 88 and not line.startswith("|")] == []

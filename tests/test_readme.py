@@ -1,4 +1,4 @@
-"""The code of README.md and of the page about objectives, run as it stands but for its sizes."""
+"""The code of README.md and of three pages, run as it stands but for its sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
 
+import everytoken
 import everytoken_lab
 from everytoken import keyed
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
@@ -20,6 +24,7 @@ from everytoken_lab.cli import main
 from everytoken_lab.data.datasets import open_dataset
 
 README = Path(__file__).parents[1] / "README.md"
+DOCS = README.parent / "docs"
 SMALLER = {
     "deit_small_patch16_224": "test_vit",
     "num_classes=10": "num_classes=2",
@@ -56,17 +61,17 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def snippet(number: int, smaller: dict[str, str]) -> str:
-    code = README.read_text().split("```python\n")[number].split("```")[0]
+def snippet(page: Path, smaller: dict[str, str]) -> str:
+    code = page.read_text().split("```python\n")[1].split("```")[0]
     for large, small in smaller.items():
         assert large in code
         code = code.replace(large, small)
     return code
 
 
-def test_the_loop_of_the_readme_runs_and_leaves_a_plain_timm_model(here):
+def test_the_script_of_the_page_runs_and_leaves_a_plain_timm_model(here):
     names: dict = {}
-    exec(compile(snippet(1, SMALLER), str(README), "exec"), names)
+    exec(compile(snippet(DOCS / "own-pipeline.md", SMALLER), "own-pipeline.md", "exec"), names)
     config = timm.create_model("deit_small_patch16_224").pretrained_cfg
     normalize = names["pipeline"].transforms[-1]
     assert (tuple(normalize.mean), tuple(normalize.std)) == (config["mean"], config["std"])
@@ -74,10 +79,22 @@ def test_the_loop_of_the_readme_runs_and_leaves_a_plain_timm_model(here):
     plain.load_state_dict(torch.load("plain_timm_model.pt", weights_only=True))
 
 
+def test_the_loop_of_the_readme_trains(here):
+    smaller = {large: small for large, small in SMALLER.items() if "Crop" not in large}
+    setup, loop = snippet(README, smaller).split("for batch in")
+    names: dict = {"et": everytoken, "timm": timm, "ImageFolder": ImageFolder, "DataLoader": DataLoader}
+    names["pipeline"] = v2.Compose([v2.RandomResizedCrop(160), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+    exec(setup, names)
+    before = [weight.clone() for weight in names["model"].parameters()]
+    names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), 5e-4)
+    exec(f"for batch in{loop}", names)
+    assert any(not torch.equal(a, b) for a, b in zip(before, names["model"].parameters(), strict=True))
+
+
 def test_the_commands_are_functions(here, capsys):
     (here / "new-photos").symlink_to(here / "photos")
     names: dict = {}
-    exec(compile(snippet(2, TWINS), str(README), "exec"), names)
+    exec(compile(snippet(DOCS / "train.md", TWINS), "train.md", "exec"), names)
     assert (here / "report.html").stat().st_size > 10_000
     assert "cat" in capsys.readouterr().out
     assert names["run"].summary["epochs"] == 1
@@ -89,7 +106,7 @@ def test_the_commands_are_functions(here, capsys):
 
 
 def test_the_objective_of_the_page_trains_by_its_import_path(here, monkeypatch):
-    text = (README.parent / "docs" / "own-objective.md").read_text(encoding="utf-8")
+    text = (DOCS / "own-objective.md").read_text(encoding="utf-8")
     (here / "smooth_tokens.py").write_text(text.split("```python\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(str(here))
     command = next(line for line in text.splitlines() if line.startswith("PYTHONPATH"))

@@ -318,3 +318,13 @@ def test_two_processes_train_one_drloc_network_if_it_is_wrapped_with_the_model_a
         assert [text.partition(" so ")[0] for text in warned if "Drloc" in text] == (
             [] if wrapped else ["Drloc has parameters and runs outside of DistributedDataParallel and FSDP,"]
         )
+
+
+def test_without_a_key_every_batch_is_mixed_anew():
+    torch.manual_seed(0)
+    step = TokenStep(model(), build_objectives({}, model()), build_mixer({"cutmix": {}}))
+    images = torch.randn(4, 3, 32, 32)
+    ratios = {float(step.mixed(Batch(images)).mix.ratio[0]) for _ in range(5)}
+    assert len(ratios) > 3
+    keyed = {float(step.mixed(Batch(images, key=StepKey(1))).mix.ratio[0]) for _ in range(3)}
+    assert len(keyed) == 1

@@ -29,6 +29,7 @@ import numpy as np
 import plan as study
 import torch
 from run import append, file_name, read_rows
+from scipy import ndimage
 from sklearn.linear_model import RidgeClassifierCV
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
@@ -38,7 +39,7 @@ from everytoken import keyed
 from everytoken.data.batch import normalise
 from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.datasets import DataSet, open_dataset
-from everytoken_lab.evaluation.locate import THRESHOLD, box_of, scaled
+from everytoken_lab.evaluation.locate import scaled
 from everytoken_lab.models.open import OpenModel, open_model
 from everytoken_lab.robust.corruptions import CORRUPTIONS, corrupt
 
@@ -85,7 +86,7 @@ def located(opened: OpenModel, data: DataSet, boxes: dict[str, tuple[int, ...]],
     """Whether the strongest cell of the true class lies in the box, and IoUs, of 2 * COUNT images.
 
     Cells are the token head's, or the class head's at every token; a cell counts by its logit minus the mean over
-    classes, scaled to 0..1, enlarged, and cut at 0.45, as in `everytoken predict --locate`, without its filter.
+    classes, scaled to 0..1, enlarged, and cut at 0.45.
     """
     chosen = keyed.generator(0, "located").permutation(len(data))[: 2 * COUNT]
     keys, out = list(data.keys()), {"pointing": [], "box_iou": [], "whole_iou": [], "mean_cell_top1": []}
@@ -102,9 +103,18 @@ def located(opened: OpenModel, data: DataSet, boxes: dict[str, tuple[int, ...]],
             true, (row, column) = (left, top, right + 1, bottom + 1), divmod(int(coarse.argmax()), coarse.shape[1])
             x, y = ((place + 0.5) / side for place, side in zip((column, row), coarse.shape[::-1], strict=True))
             out["pointing"].append(true[0] <= 64 * x < true[2] and true[1] <= 64 * y < true[3])
-            out["box_iou"].append(iou(tuple(64 * side for side in box_of(values >= THRESHOLD, (x, y))), true))
+            out["box_iou"].append(iou(tuple(64 * side for side in box_of(values >= 0.45, (x, y))), true))
             out["whole_iou"].append(iou((0, 0, 64, 64), true))
     return {name: np.array(values, np.float32) for name, values in out.items()}
+
+
+def box_of(mask: np.ndarray, at: tuple[float, float]) -> tuple[float, ...]:
+    """The box, in fractions, of the connected part of a mask that is nearest to a point."""
+    (rows, columns), (height, width) = np.nonzero(mask), mask.shape
+    nearest = np.hypot((columns + 0.5) / width - at[0], (rows + 0.5) / height - at[1]).argmin()
+    parts, _ = ndimage.label(mask, np.ones((3, 3)))
+    rows, columns = np.nonzero(parts == parts[rows[nearest], columns[nearest]])
+    return columns.min() / width, rows.min() / height, (columns.max() + 1) / width, (rows.max() + 1) / height
 
 
 def iou(a: tuple[float, ...], b: tuple[float, ...]) -> float:

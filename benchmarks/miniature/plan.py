@@ -12,7 +12,7 @@ at 128 px, 66.0 at 160, 68.2 at 192, 67.2 at 224, 63.6 at 256 (7.6, 11.0, 15.7, 
 
 **Questions.** Top-1 on the 5,000 validation images, last weights, float32. Each arm against its base (`AGAINST`):
 1. What does each method add to CutMix with 5, 50 and 500 images per class at equal updates (part "images")?
-2. Is that still so with 500 images per class and 30 epochs (part "long"), the nearest to the papers?
+2. Is that still so with 500 images per class and 15 epochs (part "long"), the nearest to the papers?
 3. Do token labels add to ReLabel, which has the same annotator but one label per crop (All Tokens Matter, Table 3)?
    Is MixToken better than CutMix with them (Table 2)?
 4. 50 per class (part "labels"): a weaker annotator (`lite0`, same size), a head fitted to the training images
@@ -43,7 +43,7 @@ from typing import Any
 Settings = dict[str, Any]
 SEEDS = (1, 2)
 COUNTS = (50, 500, 5)  # images per class, in the order of the rows
-UPDATES, LONG = 6_000, 30_000  # of 50 images; 500 per class: 6 and 30 epochs
+UPDATES, LONG = 3_000, 15_000  # of 50 images; 500 per class: 3 and 15 epochs
 SIZE = 192  # pixels of the annotator's input
 ANNOTATOR = "registry:efficientnet_lite2"
 

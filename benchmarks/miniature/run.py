@@ -2,7 +2,8 @@
 
 First it tunes. WORK gets images (hard links), maps, run folders, `tuning.jsonl`, `right/KEY.npz` (what every validation
 image was taken for) and `results.jsonl`, one row per finished run. Kill it at any moment; the same command goes on, a
-run from its checkpoint. After each run it starts anew. A run that fails is noted in failures.jsonl and left out.
+run from its checkpoint. Several may work in one folder: each takes the next run that nobody has. After each run it
+starts anew. A run that fails is noted in failures.jsonl and left out.
 `--list` shows what is to do. The fitted head (`fit`) waits until its maps are there: `--fit` makes them.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import plan as study
+from filelock import FileLock, Timeout
 
 SECONDS = 0.0034  # of one core per image
 
@@ -82,11 +84,18 @@ def drawn(images: Path, count: int, seed: int) -> tuple[set[str], set[str]]:
 def maps_of(work: Path, images: Path, name: str, seed: int) -> Path:
     """Score maps, made when first asked for. lite0 and fit: only of the 50 images per class that the seed learns from,
     fit in out-of-fold predictions."""
+    out = work / "maps" / (name if name == "lite2" else f"{name}-seed{seed}")
+    (work / "maps").mkdir(exist_ok=True)
+    with FileLock(out.with_suffix(".lock")):
+        if not (out / "done").exists():
+            annotate(work, images, name, seed, out)
+            (out / "done").touch()
+    return out
+
+
+def annotate(work: Path, images: Path, name: str, seed: int, out: Path) -> None:
     import everytoken_lab as lab
 
-    out = work / "maps" / (name if name == "lite2" else f"{name}-seed{seed}")
-    if (out / "done").exists():
-        return out
     if name != "lite2":
         images = some(work, images, 50, seed)
     how: dict = {"img_size": study.SIZE, "workers": 0, "device": "cpu"}
@@ -94,8 +103,6 @@ def maps_of(work: Path, images: Path, name: str, seed: int) -> Path:
         lab.annotate(images, out, "fit", fit_model=study.ANNOTATOR, fit_size=study.SIZE, **how)
     else:
         lab.annotate(images, out, study.ANNOTATOR[:-1] + name[-1], **how)
-    (out / "done").touch()
-    return out
 
 
 def some(work: Path, images: Path, count: int, seed: int) -> Path:
@@ -134,9 +141,26 @@ def tuned(work: Path) -> dict:
     return {"lr": rate, "weight_decay": decay}
 
 
+def claimed(work: Path, runs: list[study.Run]) -> tuple[study.Run, FileLock] | None:
+    """The first run that no other worker has; the lock goes with the process."""
+    (work / "claims").mkdir(exist_ok=True)
+    for run in runs:
+        lock = FileLock(work / "claims" / f"{file_name(run.key)}.lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            continue
+        if run.key not in read_rows(work / "results.jsonl"):
+            return run, lock
+        lock.release()
+    return None
+
+
 def settings_of(run: study.Run, work: Path, images: Path) -> dict:
     """Arguments of `everytoken.train`; makes what a run needs."""
-    settings = {**study.RECIPE, **tuned(work), "iters": run.updates, "warmup_iters": run.updates // 10}
+    with FileLock(work / "tuning.lock"):
+        best = tuned(work)
+    settings = {**study.RECIPE, **best, "iters": run.updates, "warmup_iters": run.updates // 10}
     if run.count < 500:
         left_out = work / "exclude" / f"{run.count}-seed{run.seed}.txt"
         left_out.parent.mkdir(exist_ok=True)
@@ -224,19 +248,21 @@ def main() -> int:
         hours = sum(r.updates for r in runs) * study.RECIPE["batch_size"] * SECONDS / 3600
         print(f"{len(rows)} done, {len(failures)} failed, {len(runs)} to do: about {hours:.1f} core-hours")
         return 0
-    images = prepare(work, options.data)
+    with FileLock(work / "images.lock"):
+        images = prepare(work, options.data)
     if options.fit:
         for seed in study.SEEDS:
             maps_of(work, images, "fit", seed)
         return 0
-    if not ready:
+    taken = claimed(work, ready)
+    if taken is None:
         print("nothing left to do", flush=True)
         return 0
+    run, lock = taken
     from everytoken_lab.engine.loop import Stopped
     from everytoken_lab.training.classify import Classification
 
     Classification.is_reported = False  # nobody looks at the pages of so many runs
-    run = ready[0]
     print(f"{time.strftime('%d %H:%M')} {run.key}", flush=True)
     settings = settings_of(run, work, images)
     try:
@@ -248,6 +274,7 @@ def main() -> int:
         append(work / "failures.jsonl", {"key": run.key, "error": repr(error)})
         traceback.print_exc()
     sys.stdout.flush()
+    lock.release()
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 

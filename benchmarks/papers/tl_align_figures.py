@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from everytoken.data.batch import Batch, normalise
 from everytoken.errors import need
 from everytoken.functional import label_tokens
-from everytoken.functional.shares import patch_shares, similarity_shares, target_rmse, token_presence
+from everytoken.functional.shares import patch_shares, row_normalised, similarity_shares
 from everytoken.maps import Maps
 from everytoken.mixing.methods import CutMix
 from everytoken.mixing.mix import Mix, apply_to_pixels, mix_token_target
@@ -48,8 +48,9 @@ from everytoken.models.align import Aligner, Alignment, Shares
 from everytoken.models.token_model import blocks_of
 from everytoken_lab.classes import ClassList, match_classes
 from everytoken_lab.data.augment import eval_view
-from everytoken_lab.data.datasets import NAMED, find_split, open_dataset
+from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.data.loader import Loader
+from everytoken_lab.data.tree import NAMED, find_split
 from everytoken_lab.explanation.saliency import record_attention
 from everytoken_lab.models.open import OpenModel, open_model
 
@@ -97,6 +98,11 @@ def follow(opened: OpenModel, images: Tensor, mix: Mix, options: Alignment | Non
 # Figure 3
 
 
+def target_rmse(ratio: Tensor, shares: Tensor, differ: Tensor) -> Tensor:
+    """Root mean square error between original and aligned share [B]; `differ`: the two classes are not the same."""
+    return ((shares - ratio).square() * differ).mean().sqrt()
+
+
 def rmse(opened: OpenModel, data: str, count: int) -> tuple[float, float]:
     """(in parts of the label, per entry of the K-wide targets)"""
     ratios, shares, differ = [], [], []
@@ -106,7 +112,8 @@ def rmse(opened: OpenModel, data: str, count: int) -> tuple[float, float]:
         shares.append(follow(opened, mixed, mix).image)
         differ.append(batch.labels != batch.labels[mix.partner])
     each = torch.cat(ratios), torch.cat(shares), torch.cat(differ)
-    return float(target_rmse(*each)), float(target_rmse(*each, num_classes=opened.num_classes))
+    own = float(target_rmse(*each))
+    return own, own * (2 / opened.num_classes) ** 0.5
 
 
 # Figure 4
@@ -209,7 +216,7 @@ def presences(opened: OpenModel, images: Tensor) -> list[Tensor]:
     """[..., N] presence of every token, for each attention layer, the mean over heads."""
     with record_attention(opened.model.backbone) as matrices:
         opened.model.backbone(images)
-    return [token_presence(matrix.float().mean(1)) for matrix in matrices]
+    return [row_normalised(matrix.float().mean(1)).sum(-2) for matrix in matrices]
 
 
 def convolution_presence(side: int = 14, kernel: int = 7) -> Tensor:

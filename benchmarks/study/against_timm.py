@@ -3,6 +3,7 @@
     python benchmarks/study/against_timm.py prepare --work DIR --flowers F --caltech C --grocery G
     python benchmarks/study/against_timm.py run --work DIR [--arms linear timm ours]        continues where it stopped
     python benchmarks/study/against_timm.py table
+    python benchmarks/study/against_timm.py chart                   draws docs/img/against.png
 
 Flowers-102, Caltech-101 and Grocery Store, 8 and 20 photos per class, seeds that draw the photos, up to 1,000 test
 photos that no run sees. Arms, each in one process with one thread:
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,9 @@ import numpy as np
 import yaml
 
 ROWS = Path(__file__).with_name("against-timm.jsonl")
+CHART = Path(__file__).parents[2] / "docs" / "img" / "against.png"
+BASELINES = {"linear": "logistic regression", "timm": "fine-tuning in timm"}
+TITLES = {"flowers": "Flowers-102", "caltech": "Caltech-101", "grocery": "Grocery Store"}
 DATASETS, SIZES, SEEDS = ("flowers", "caltech", "grocery"), (8, 20), (1, 2, 3)
 NETWORKS = {"efficientnet_lite0": 224, "efficientnet_lite1": 240, "efficientnet_lite2": 260}
 PENALTIES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
@@ -230,7 +235,7 @@ def ours(cell: Cell) -> dict[str, Any]:
     output = cell.work / "runs" / cell.name
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, "-m", "everytoken_lab", "train", str(cell.folder()), "--minutes", f"{MINUTES:g}"]
-    command += ["--out", str(output), "--seed", str(cell.what["seed"])]
+    command += ["--out", str(output), "--seed", str(cell.what["seed"]), "--offline"]
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     log = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - started
@@ -291,7 +296,10 @@ def run(work: Path, arms: list[str], datasets: list[str], sizes: list[int], seed
                     print({k: v for k, v in row.items() if k != "right"}, flush=True)
 
 
-def difference(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float, float]:
+Difference = tuple[float, float, float]
+
+
+def difference(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Difference:
     """Points of the second over the first, [seeds] x [test photos], with a 95 % bootstrap interval over both."""
     change = np.stack([b.astype(float) - a for a, b in pairs])
     rng = np.random.default_rng(0)
@@ -303,12 +311,8 @@ def difference(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float
     return 100 * float(change.mean()), 100 * float(low), 100 * float(high)
 
 
-def table() -> str:
-    """Accuracy and CPU seconds of each arm, and ours minus each baseline."""
-    lines = [
-        "| data | per class | seeds | linear (CPU s) | timm (CPU s) | ours (CPU s) | ours - linear | ours - timm |",
-        "|" + "---|" * 8,
-    ]
+def comparisons() -> Iterator[tuple[str, int, dict[str, dict[int, dict[str, Any]]], dict[str, Difference | None]]]:
+    """Dataset, photos per class, rows by arm and seed, and ours minus each baseline over the seeds that both have."""
     done: dict[tuple[str, int, str], dict[int, dict[str, Any]]] = {}
     for row in rows():
         done.setdefault((row["dataset"], row["per_class"], row["arm"]), {})[row["seed"]] = row
@@ -320,22 +324,60 @@ def table() -> str:
     for dataset in DATASETS:
         for per_class in SIZES:
             arms = {arm: done.get((dataset, per_class, arm), {}) for arm in ARMS}
-            cells = []
-            for arm in arms.values():
-                mean = (np.mean([r[name] for r in arm.values()]) for name in ("top1", "cpu"))
-                cells.append("{:.1f} ({:.0f})".format(*mean) if arm else "")
-            for arm in ("linear", "timm"):
+            differences: dict[str, Difference | None] = {}
+            for arm in BASELINES:
                 seeds = sorted(set(arms[arm]) & set(arms["ours"]))
                 pairs = [(right(arms[arm][s]), right(arms["ours"][s])) for s in seeds]
-                cells.append("{:+.1f} [{:+.1f}, {:+.1f}]".format(*difference(pairs)) if pairs else "")
-            lines.append(f"| {dataset} | {per_class} | {len(arms['ours'])} | {' | '.join(cells)} |")
+                differences[arm] = difference(pairs) if pairs else None
+            yield dataset, per_class, arms, differences
+
+
+def table() -> str:
+    """Accuracy and CPU seconds of each arm, and ours minus each baseline."""
+    lines = [
+        "| data | per class | seeds | linear (CPU s) | timm (CPU s) | ours (CPU s) | ours - linear | ours - timm |",
+        "|" + "---|" * 8,
+    ]
+    for dataset, per_class, arms, differences in comparisons():
+        cells = []
+        for arm in arms.values():
+            mean = (np.mean([r[name] for r in arm.values()]) for name in ("top1", "cpu"))
+            cells.append("{:.1f} ({:.0f})".format(*mean) if arm else "")
+        cells += ["{:+.1f} [{:+.1f}, {:+.1f}]".format(*d) if d else "" for d in differences.values()]
+        lines.append(f"| {dataset} | {per_class} | {len(arms['ours'])} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def chart() -> None:
+    """docs/img/against.png: both differences of every dataset and size, with their intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = list(comparisons())[::-1]
+    image, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    axis.axvline(0, color="0.5", linewidth=1)
+    axis.grid(axis="x", color="0.92")
+    for (arm, name), colour, offset in zip(BASELINES.items(), ("#0072b2", "#d55e00"), (0.14, -0.14), strict=True):
+        known = [(height, line[3][arm]) for height, line in enumerate(found)]
+        shown = [(height + offset, *d) for height, d in known if d]
+        heights, values, lows, highs = np.array(shown).T
+        bars = [values - lows, highs - values]
+        axis.errorbar(values, heights, xerr=bars, fmt="o", color=colour, capsize=3, label=f"against {name}")
+    labels = [f"{TITLES[dataset]}, {per_class} per class" for dataset, per_class, _, _ in found]
+    axis.set_yticks(range(len(found)), labels)
+    axis.set_xlabel("points of accuracy gained by `everytoken train`; bars: 95 % intervals")
+    axis.legend(loc="lower center", bbox_to_anchor=(0.4, 1), ncols=2, frameon=False)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    image.savefig(CHART, dpi=130, metadata={"Software": None})
 
 
 def main() -> None:
     """Parse, prepare, run or print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("prepare", "run", "table"))
+    parser.add_argument("what", choices=("prepare", "run", "table", "chart"))
     parser.add_argument("--work", type=Path)
     for name in DATASETS:
         parser.add_argument(f"--{name}", type=Path)
@@ -346,6 +388,8 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.what == "table":
         print(table())
+    elif chosen.what == "chart":
+        chart()
     elif chosen.what == "prepare":
         prepare(chosen.work, chosen.flowers, chosen.caltech, chosen.grocery)
     else:

@@ -1,4 +1,4 @@
-"""Write docs/results.md, its table and its figure: `python benchmarks/study/write.py [WORK] [--pretrained DIR]`.
+"""Write docs/results.md and its figure: `python benchmarks/study/write.py [WORK] [--pretrained DIR]`.
 
 With WORK, its finished rows are first copied into results.jsonl beside this file. Sentences are in page.md and
 numbers.md, numbers come from the rows: `{cutmix_crops:gains}` is the difference, and an error if the rows no longer say
@@ -17,18 +17,19 @@ from functools import cached_property
 from pathlib import Path
 from statistics import variance
 
+import numpy as np
 import plan as study
 from against_timm import table as against_timm
 from pretrained import best_rate
 from pretrained import read_rows as read_list
 from pretrained import table as pretrained_table
 from run import finished, read_rows
+from scipy.stats import t as student
 
 from everytoken_lab import stats
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "results.md"
-NUMBERS = PAGE.with_name("results-table.md")
 FIGURE = PAGE.parent / "img" / "results.png"
 Runs = dict[int, dict]  # seed -> row
 LEAST, FEW = 3, 5  # seeds of a row that is shown (the interval of two is anything), and that need no pooled spread
@@ -238,7 +239,7 @@ class Rows:
         """Top-1 of the base and of the row, for every seed that both have; empty if these are too few to show.
 
         Args:
-            unseen: only the seeds that were to decide, of which nobody had seen a row of this arm.
+            unseen: only the reserved seeds, of which nobody had seen a row of this arm.
         """
         if unseen and not line.fixed:
             return []
@@ -269,7 +270,7 @@ class Rows:
         if len(values) >= FEW:
             return e
         deviation, degrees = self.spread
-        half = max(e.value - e.low, stats.t_quantile(degrees) * deviation / math.sqrt(len(values)))
+        half = max(e.value - e.low, student.ppf(0.975, degrees) * deviation / math.sqrt(len(values)))
         return stats.Estimate(e.value, e.value - half, e.value + half, e.values)
 
     def confirmed(self, line: Line) -> bool:
@@ -328,14 +329,27 @@ class Difference:
         return text if self.confirmed else text.replace("*", "")
 
 
+def sign_flip(differences: Sequence[float]) -> float:
+    """Exact two-sided p of paired differences, one per seed: how often random signs give a mean as far from zero.
+
+    Of n seeds the smallest possible value is 2 / 2^n, so fewer than six seeds never reach 0.05. Up to 20 seeds.
+    """
+    if not 0 < len(differences) <= 20:
+        raise ValueError(f"sign_flip takes 1 to 20 differences, not {len(differences)}")
+    values = np.asarray(differences, np.float64)
+    signs = 1 - 2.0 * (np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1)
+    sums = np.abs(signs @ values)
+    return float((sums >= abs(values.sum()) - 1e-9).mean())
+
+
 def table(rows: Rows) -> list[str]:
     """All comparisons as Markdown."""
-    out = ["|  | top-1 | difference | p | seeds | seeds that were to decide |", "|---|---|---|---|---|---|"]
+    out = ["|  | top-1 | difference | p | seeds | reserved seeds |", "|---|---|---|---|---|---|"]
     for title, lines in TABLES.items():
         known = [(line, pairs) for line in lines if (pairs := rows.pairs(line))]
         out += [f"| **{title}** |  |  |  |  |  |"] if known else []
         for line, pairs in known:
-            top1, p = sum(after for _, after in pairs) / len(pairs), stats.sign_flip(differences(pairs))
+            top1, p = sum(after for _, after in pairs) / len(pairs), sign_flip(differences(pairs))
             shown, unseen = (interval(rows.estimate(line, which)) for which in (False, True))
             out.append(f"| {line.title} | {top1:.1f} | {shown} | {p:.2f} | {len(pairs)} | {unseen} |")
     return out
@@ -465,10 +479,10 @@ def main() -> None:
         "comparisons": sum(bool(rows.pairs(line)) for lines in TABLES.values() for line in lines),
         "spread": rows.spread[0],
     }
-    PAGE.write_text((HERE / "page.md").read_text().format(**facts, **shown, **measured))
     tables = {"comparisons": table(rows), "annotators": annotators(rows), "mechanisms": mechanisms_table(rows)}
-    text = (HERE / "numbers.md").read_text()
-    NUMBERS.write_text(text.format(**{name: "\n".join(lines) for name, lines in tables.items()}))
+    page = (HERE / "page.md").read_text().format(**facts, **shown, **measured)
+    numbers = (HERE / "numbers.md").read_text().format(**{name: "\n".join(lines) for name, lines in tables.items()})
+    PAGE.write_text(page + numbers)
     print(f"written: {PAGE}, {len(done)} rows")
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from everytoken.models import TokenModel
 from everytoken_lab.cli import main as everytoken
 from everytoken_lab.draw import PAD, draw_sheet
-from everytoken_lab.models.open import Description
+from everytoken_lab.models.description import Description
 
 SIZE, GRID = 64, 8
 SHAPES = ("disc", "square", "triangle", "ring")

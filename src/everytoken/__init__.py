@@ -17,12 +17,14 @@ from everytoken.errors import EverytokenError
 if TYPE_CHECKING:
     from everytoken.data.adapter import collate, with_maps
     from everytoken.data.batch import Batch
+    from everytoken.functional import CompactTarget
     from everytoken.maps import Maps, MapWriter, ScoreMap
     from everytoken.mixing.methods import CutMix, MixToken, MixUp
     from everytoken.mixing.mix import Mix
     from everytoken.models import TokenModel, TokenView
     from everytoken.objectives.distillation import Distillation
     from everytoken.objectives.drloc import Drloc
+    from everytoken.objectives.feature_distillation import FeatureDistillation
     from everytoken.objectives.hard import HardLabels
     from everytoken.objectives.online_token import OnlineTokenLabeling
     from everytoken.objectives.relabel import ReLabel
@@ -39,12 +41,14 @@ __getattr__, __dir__ = lazy(
     {
         "everytoken.data.adapter": ["collate", "with_maps"],
         "everytoken.data.batch": ["Batch"],
+        "everytoken.functional": ["CompactTarget"],
         "everytoken.maps": ["MapWriter", "Maps", "ScoreMap"],
         "everytoken.mixing.methods": ["CutMix", "MixToken", "MixUp"],
         "everytoken.mixing.mix": ["Mix"],
         "everytoken.models": ["TokenModel", "TokenView"],
         "everytoken.objectives.distillation": ["Distillation"],
         "everytoken.objectives.drloc": ["Drloc"],
+        "everytoken.objectives.feature_distillation": ["FeatureDistillation"],
         "everytoken.objectives.hard": ["HardLabels"],
         "everytoken.objectives.online_token": ["OnlineTokenLabeling"],
         "everytoken.objectives.relabel": ["ReLabel"],
@@ -56,10 +60,12 @@ __getattr__, __dir__ = lazy(
 )
 __all__ = [
     "Batch",
+    "CompactTarget",
     "CutMix",
     "Distillation",
     "Drloc",
     "EverytokenError",
+    "FeatureDistillation",
     "HardLabels",
     "MapWriter",
     "Maps",

@@ -46,9 +46,12 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
 
 
+PUBLISHED = False  # True once a release is on the package index: messages then name the package, not a clone
+
+
 def install_command(extra: str) -> str:
-    """What brings an extra; the package is on no index yet."""
-    return f"pip install '.[{extra}]' in a clone of everytoken"
+    """What brings an extra."""
+    return f"pip install 'everytoken[{extra}]'" if PUBLISHED else f"pip install '.[{extra}]' in a clone of everytoken"
 
 
 def need(module: str, extra: str, why: str) -> ModuleType:

@@ -1,12 +1,9 @@
 """Files that are either there, whole and on the disk, or not there at all; and locks that die with their process.
 
-Everything is written under a temporary name, flushed to the disk and then renamed, so that a process that dies at any
-moment leaves no torn file under a final name. Temporary names cannot be guessed and are only ever created, so a link
-that somebody planted is not followed, and two writers of one file do not disturb each other: the last one wins.
-A link in place of a file is replaced. To append to a link, or to write into a folder inside an output folder that is
-one, is an error.
-
-Sealed JSON files carry a SHA-256 of their own content and have exactly one spelling: any changed bit is noticed.
+Everything is written under a temporary name, flushed to the disk and then renamed. Temporary names cannot be guessed
+and are only ever created, so a planted link is not followed, and of two writers of one file the last one wins. A link
+in place of a file is replaced; to append to one, or to write into a folder that is one, is an error. Only regular
+files, or links to them, are read or appended to: a pipe or a device might never end.
 """
 
 from __future__ import annotations
@@ -18,9 +15,11 @@ import logging
 import math
 import os
 import secrets
+import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
@@ -41,6 +40,10 @@ class FileError(EverytokenError):
     """A file or folder cannot be read or written."""
 
 
+class NotAFileError(OSError):
+    """A pipe, a device or a folder stands where a file should be."""
+
+
 class DamagedError(FileError):
     """Bytes on disk are not what was written."""
 
@@ -55,13 +58,7 @@ class BusyError(FileError):
 
 @contextmanager
 def disk_errors(path: Path, doing: str, advice: str = "") -> Iterator[None]:
-    """Turn the operating system's errors into sentences.
-
-    Args:
-        path: what is worked on.
-        doing: completes "while ...".
-        advice: further sentences, such as what is kept.
-    """
+    """Turn the operating system's errors into sentences: "... while `doing` in `path`", and `advice`."""
     try:
         yield
     except OSError as error:
@@ -69,13 +66,7 @@ def disk_errors(path: Path, doing: str, advice: str = "") -> Iterator[None]:
 
 
 def disk_error(error: OSError, doing: str = "", advice: str = "", path: Path | None = None) -> FileError:
-    """An operating system's error as a sentence.
-
-    Args:
-        doing: " while ... in ...".
-        advice: further sentences.
-        path: what `doing` names; another file is added.
-    """
+    """An operating system's error as a sentence; a file that is not `path`, which `doing` names, is added."""
     name = f" (file {error.filename})" if error.filename and str(error.filename) != str(path) else ""
     if error.errno in _DISK_FULL:
         what = f"no space left on the disk (or quota used up){doing}{name}."
@@ -93,7 +84,7 @@ def temporary_name(path: Path, rank: int = 0) -> Path:
 
 
 def open_new(path: Path) -> int:
-    """A descriptor of a new file, readable and writable; its mode follows the umask. Whatever is there is an error."""
+    """A descriptor of a new file, readable and writable; an error if something is there."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NEVER_FOLLOW, 0o666)
 
 
@@ -148,6 +139,8 @@ def write_picture(path: Path, picture: Any, **settings: Any) -> None:
 def append(path: Path, data: bytes, sync: bool = False) -> None:
     """Add `data` to the end of a file, which is made if it is not there."""
     refuse_link(path)
+    if path.exists():
+        check_regular(path)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NEVER_FOLLOW, 0o666)
     try:
         write_all(fd, data)
@@ -155,6 +148,26 @@ def append(path: Path, data: bytes, sync: bool = False) -> None:
             os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def check_regular(path: str | Path) -> None:
+    """Raise if there is something other than a file."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        what = "a folder, not a file" if stat.S_ISDIR(mode) else "not a regular file"
+        raise NotAFileError(errno.EINVAL, what, str(path))
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """A file to read bytes from."""
+    check_regular(path)
+    return open(path, "rb")
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """All of a file."""
+    with open_regular(path) as file:
+        return file.read()
 
 
 def make_inside(root: Path, inner: str | PurePath) -> Path:
@@ -206,7 +219,7 @@ def sync_folder(folder: Path) -> None:
 
 def sha256_of(path: Path) -> str:
     """Hex SHA-256 of a file, in constant memory."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -221,34 +234,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def seal(content: Mapping[str, Any]) -> bytes:
-    """The one spelling of a JSON object, with the SHA-256 of the rest as its last member ``seal``."""
-    body = {name: value for name, value in content.items() if name != "seal"}
-    text = json.dumps(body, indent=1, sort_keys=True, allow_nan=False)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return f'{text[:-2]},\n "seal": "{digest}"\n}}\n'.encode()
-
-
-def unseal(path: Path) -> dict[str, Any]:
-    """Read a sealed JSON file, or raise a `DamagedError` if it was changed (FileNotFoundError if it is not there)."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise FileError(f"{path} cannot be read ({error.strerror}).") from error
-    try:
-        content = json.loads(raw)
-        intact = isinstance(content, dict) and seal(content) == raw
-    except (ValueError, RecursionError):
-        intact = False
-    if not intact:
-        raise DamagedError(
-            f"{path} is damaged or was edited by hand: it does not match its own checksum. Restore it from a copy."
-        )
-    return dict(content)
 
 
 class Lock:
@@ -271,10 +256,7 @@ class Lock:
         try:
             self._lock.acquire(timeout=patience if math.isfinite(patience) else -1)
         except Timeout as error:
-            raise BusyError(
-                f"{folder} is being written by another run. Let it finish, or stop it and run this again: what it has "
-                "done is kept."
-            ) from error
+            raise BusyError(f"{folder} is being written by another run. Let it finish, or stop it.") from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from timm.models import group_parameters
 from torch import Tensor, nn
 
 from everytoken.data.batch import Batch, TeacherView
 from everytoken.errors import EverytokenError
-from everytoken.keyed import StepKey
 from everytoken.mixing.guided import guide_for
 from everytoken.mixing.mix import Guide, GuideKind, Mixer, apply_to_pixels
 from everytoken.models import TokenModel, probe
@@ -29,20 +29,20 @@ class FrozenTeacher:
     """A classifier that answers while the student trains. Its weights are not trained, saved or averaged.
 
     Args:
-        model: its token view.
+        model: its token view; or, for its tokens alone, a module that answers [B, h, w, D].
         student_norm, own_norm: (mean, std) that the images were normalised with, and that the teacher wants.
         columns: for each of the student's classes, which of the teacher's it is; None: they are the same.
     """
 
     def __init__(
         self,
-        model: TokenModel,
+        model: nn.Module,
         student_norm: tuple[Sequence[float], Sequence[float]],
         own_norm: tuple[Sequence[float], Sequence[float]],
         columns: Sequence[int] | None = None,
     ) -> None:
         self.columns = None if columns is None else torch.tensor(columns)
-        self.model = model.eval().requires_grad_(False)
+        self.model: Any = model.eval().requires_grad_(False)
         mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in student_norm)
         own_mean, own_std = (torch.tensor(v).view(1, -1, 1, 1) for v in own_norm)
         self.scale, self.shift = std / own_std, (mean - own_mean) / own_std
@@ -56,6 +56,12 @@ class FrozenTeacher:
         images = self.normalised(images)
         answers = list(self.model.class_and_cell_logits(images) if cells else (self.model(images).logits,))
         return TeacherView(*(answers if self.columns is None else [logits[..., self.columns] for logits in answers]))
+
+    @torch.no_grad()
+    def tokens(self, images: Tensor) -> Tensor:
+        """Images as the student gets them -> the teacher's tokens [B, h, w, D]."""
+        answer = self.model(self.normalised(images))
+        return answer if isinstance(answer, Tensor) else answer.grid
 
     def normalised(self, images: Tensor) -> Tensor:
         """The student's images, normalised as the teacher wants them. The teacher follows them to their device."""
@@ -130,6 +136,9 @@ class TokenStep(nn.Module):
             if self.model._compiled_call_impl is not None:  # the last batch is smaller: one graph for both
                 torch._dynamo.maybe_mark_dynamic(batch.images, 0)
             return {"output": self.model(batch.images).voted(self.token_vote)}
+        for objective in self.objectives.values():
+            before_mixing: Callable[[Batch], Batch] | None = getattr(objective, "before_mixing", None)
+            batch = batch if before_mixing is None else before_mixing(batch)
         batch = self.mixed(batch)
         view = self.model(batch.images, batch.mix)
         if self.class_offsets is not None:
@@ -165,7 +174,7 @@ class TokenStep(nn.Module):
         size = (images.shape[-2], images.shape[-1])
         if self.grid is None:
             self.grid = probe(self.model, size, images.shape[1])
-        rng = (batch.key or StepKey()).generator("mix")
+        rng = np.random.default_rng(int(torch.randint(2**62, ()))) if batch.key is None else batch.key.generator("mix")
         mix = self.mixer.draw(len(batch), size, self.grid, rng, images.device, self._guide(batch))
         if mix is None:
             return batch

@@ -68,7 +68,7 @@ class TokenTask(TrainingTask):
         built = {name: given for name, given in objectives.items() if isinstance(given, nn.Module)}
         settings = {name: given for name, given in objectives.items() if not isinstance(given, nn.Module)}
         if settings or not built:
-            built |= build_objectives(settings, view, smoothing)
+            built |= build_objectives(settings, view, smoothing, teacher)
         mixer = build_mixer(mixing or {}) if mixing is None or isinstance(mixing, Mapping) else mixing
         if mixer is None and any(isinstance(objective, TLAlign) for objective in built.values()):
             raise EverytokenError("tl_align follows mixed images: TokenTask(..., mixing={'cutmix': {}}).")
@@ -114,10 +114,8 @@ class TokenTask(TrainingTask):
             return
         differing = (state.keys() ^ self.get_task_state(module, ema).keys()) - {"step"}
         if strict and differing:
-            raise EverytokenError(
-                f"the task state of the checkpoint is of other objectives or another token head: {min(differing)!r} "
-                f"and {len(differing) - 1} other names are on one side only."
-            )
+            more = f"{min(differing)!r} and {len(differing) - 1} other names are on one side only"
+            raise EverytokenError(f"the checkpoint is of other objectives or another token head: {more}.")
         self.step = int(state.pop("step", 0))
         self._step(module or self.get_trainable_module(ema=ema)).load_state_dict(state, strict=False)
 
@@ -133,10 +131,8 @@ class TokenTask(TrainingTask):
         elif isinstance(target, Batch):
             batch = replace(target, images=input)
         elif target is not None and target.ndim != 1:
-            raise EverytokenError(
-                f"TokenTask takes class numbers [B], got {list(target.shape)}, as timm's mixup makes them: switch that "
-                "off and let the task mix, TokenTask(..., mixing={'cutmix': {}})."
-            )
+            wrong = f"TokenTask takes class numbers [B], got {list(target.shape)}; switch timm's mixup off"
+            raise EverytokenError(f"{wrong} and let the task mix: TokenTask(..., mixing={{'cutmix': {{}}}}).")
         else:
             batch = Batch(images=input, labels=target)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -8,6 +8,10 @@ so that a few images that are all right do not mean infinite confidence.
 `Calibration` also keeps accuracy and coverage over thresholds on the probability, so that a wanted accuracy can be
 turned into a threshold wherever the weights go.
 
+How familiar an image looks is told by the energy of its logits, log sum exp (Liu et al. 2020, Energy-based
+Out-of-distribution Detection), as the fraction of held-out images with less of it: below `UNFAMILIAR`, the image may
+show none of the classes, and that fraction of the images that do show one is below, too.
+
 In multi-label data, each class is a decision of its own: the temperature minimises the binary cross entropy, "accuracy"
 is the precision and "coverage" the recall of all decisions at or above a threshold. One threshold serves all classes,
 because few held-out images say little about a threshold of a rare class.
@@ -24,7 +28,7 @@ from annotated_types import Interval
 from numpy.typing import NDArray
 
 POINTS = 100  # of the curve
-ENOUGH = 500  # images for a calibration error that is worth printing: with 100 its own error is as large
+UNFAMILIAR = 0.05
 _SHARPEST, _FLATTEST = 20.0, 0.05  # inverse temperatures
 
 
@@ -35,19 +39,21 @@ class Calibration:
     Attributes:
         temperature: that logits are divided by.
         images: how many held-out images it is from.
-        error_before, error_after: expected calibration error in percent, without and with a temperature; each half of
-            the images is measured with the temperature of the other half. Multi-label: of the likeliest class.
         thresholds: probabilities, falling. accuracy: percent of right answers among images at or above a threshold.
         coverage: percent of the images that are.
+        energies: quantiles of the energy, rising; none of multi-label images.
     """
 
     temperature: Annotated[float, Interval(gt=0, lt=math.inf)]
     images: int
-    error_before: float
-    error_after: float
     thresholds: tuple[float, ...]
     accuracy: tuple[float, ...]
     coverage: tuple[float, ...]
+    energies: tuple[float, ...] = ()
+
+    def familiarity(self, logits: NDArray[np.floating]) -> NDArray[np.floating]:
+        """[N] fraction of the held-out images with less energy than logits [N, K]."""
+        return np.searchsorted(self.energies, energy(logits), side="right") / max(1, len(self.energies))
 
     def threshold(self, rate: float) -> tuple[float, float]:
         """(least probability, percent of the held-out images that have it) for answers that are right at a rate.
@@ -56,12 +62,6 @@ class Calibration:
         """
         enough = [i for i, right in enumerate(self.accuracy) if right >= 100 * rate - 1e-9]
         return (self.thresholds[enough[-1]], self.coverage[enough[-1]]) if enough else (1.01, 0.0)
-
-    def words(self) -> str:
-        """The errors, as the end of a sentence; nothing where so few images would say more about chance."""
-        if self.images < ENOUGH:
-            return ""
-        return f"; calibration error {self.error_before:.1f} % before, {self.error_after:.1f} % after"
 
     def best_threshold(self) -> tuple[float, float, float]:
         """(probability, precision, recall in percent) with the best F1, of a multi-label network."""
@@ -79,11 +79,6 @@ def calibrate(logits: NDArray[np.floating], labels: NDArray[np.integer | np.bool
     count, multi_label = len(labels), labels.ndim == 2
     labels = labels.astype(bool) if multi_label else labels
     temperature = fit_temperature(logits, labels)
-    before, correct = confidence(logits, labels)
-    after = before.astype(np.float64)
-    for half in (0, 1) if count > 1 else ():
-        other = fit_temperature(logits[1 - half :: 2], labels[1 - half :: 2])
-        after[half::2] = confidence(logits[half::2], labels[half::2], other)[0]
     if multi_label:
         probability, right = sigmoid(logits.ravel() / temperature), labels.ravel()
     else:
@@ -94,16 +89,22 @@ def calibrate(logits: NDArray[np.floating], labels: NDArray[np.integer | np.bool
     places = np.ceil(len(asked) * np.arange(1, POINTS + 1) / POINTS).astype(int) - 1
     counts = np.unique(asked[places]) if len(asked) else asked
     found = np.cumsum(right)[counts - 1]
+    quantiles = (np.arange(POINTS) + 0.5) / POINTS
     return Calibration(
         temperature=round(temperature, 5),
         images=count,
-        error_before=round(100 * calibration_error(before, correct), 4),
-        error_after=round(100 * calibration_error(after, correct), 4),
         # rounded down, so that the image that a threshold is from is above it
         thresholds=tuple((np.floor(probability[order][counts - 1].astype(np.float64) * 1e6) / 1e6).tolist()),
         accuracy=tuple(np.round(100 * found / counts, 4).tolist()),
         coverage=tuple(np.round(100 * (found if multi_label else counts) / max(1, len(asked)), 4).tolist()),
+        energies=() if multi_label else tuple(np.round(np.quantile(energy(logits), quantiles), 4).tolist()),
     )
+
+
+def energy(logits: NDArray[np.floating]) -> NDArray[np.floating]:
+    """[N] log of the sum of the exponentials of logits [N, K]."""
+    most: NDArray[np.floating] = logits.max(1)
+    return most + np.log(np.exp(logits - most[:, None]).sum(1))
 
 
 def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer | np.bool_]) -> float:

@@ -67,6 +67,18 @@ class ClassList:
         """The class with this name; None if there is none, or if several have it."""
         return self._by_name.get(name, self._by_spelling.get(normal_name(name)))
 
+    def number(self, text: str) -> int:
+        """The class with this name or number; an error says which there are."""
+        found = self.find(text)
+        if found is None and re.fullmatch("[0-9]{1,9}", text):
+            found = int(text)
+        if found is None or found >= self.count:
+            raise ClassError(
+                f"the model has no class {text!r}, or several.{self.near(text)} Its {self.count} classes are "
+                f"{_some(self.names) or 'not named'}; a number from 0 to {self.count - 1} is accepted, too."
+            )
+        return found
+
     def near(self, name: str) -> str:
         """A clause that suggests names like this one."""
         return did_you_mean(normal_name(name), self._by_spelling)
@@ -272,7 +284,7 @@ def _numbers(values: Sequence[int], like: Tensor) -> Tensor:
 def plan_classes(
     annotator: str, classes: ClassList, data: str, names: Sequence[str], class_map: str = "", foreign: bool = False
 ) -> ClassPlan:
-    """Decide which class of the store each of the annotator's classes is.
+    """Which class of the store each of the annotator's classes is.
 
     Args:
         names: the dataset's classes; empty if its images have no labels.
@@ -288,10 +300,8 @@ def plan_classes(
     same, groups = tuple(range(len(names))), None
     if class_map == SAME_ORDER:
         if classes.count != len(names):
-            raise ClassError(
-                f"the class map {SAME_ORDER!r} needs as many classes on both sides; {annotator} has {classes.count}, "
-                f"{data} has {len(names)}."
-            )
+            sizes = f"{annotator} has {classes.count}, {data} has {len(names)}"
+            raise ClassError(f"the class map {SAME_ORDER!r} needs as many classes on both sides; {sizes}.")
         order = ClassList(classes.count).find_all(names)  # folders that are numbers are in the order of the numbers
         if None not in order and order != list(same):
             groups = tuple((n,) for n in order if n is not None)
@@ -346,31 +356,14 @@ def read_class_map(path: Path, classes: ClassList, names: Sequence[str]) -> list
         if len(values) != 1:
             raise ClassError(f"{path}: a line has two cells, class and model's class; got {','.join(row)!r}.")
         if name not in names:
-            raise ClassError(
-                f"{path}: the dataset has no class {name!r}.{did_you_mean(name, names)} The first column is the "
-                "dataset's class, the second the model's."
-            )
-        groups.setdefault(name, []).extend(_class_number(path, classes, value) for value in values if value)
+            raise ClassError(f"{path}: the dataset has no class {name!r}.{did_you_mean(name, names)}")
+        groups.setdefault(name, []).extend(classes.number(value) for value in values if value)
     if missing := [name for name in names if name not in groups]:
         raise ClassError(
             f"{path} says nothing about {len(missing)} of the dataset's {len(names)} classes: {_some(missing)}. "
             "Add them; with an empty value a class gets no scores."
         )
-    if not any(groups.values()):
-        raise ClassError(f"{path} gives no class of the dataset any class of the annotator.")
     return [tuple(dict.fromkeys(groups[name])) for name in names]
-
-
-def _class_number(path: Path, classes: ClassList, value: str) -> int:
-    number = classes.find(value)
-    if number is None and re.fullmatch("[0-9]{1,9}", value):
-        number = int(value)
-    if number is None or number >= classes.count:
-        near = classes.near(value)
-        raise ClassError(
-            f"{path}: the model has no class {value!r}, or several.{near} Its numbers are 0 to {classes.count - 1}."
-        )
-    return number
 
 
 def read_class_names(path: Path | None) -> list[str]:

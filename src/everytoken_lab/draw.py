@@ -6,7 +6,9 @@ belong to classes, grey is for the rest, and all palettes can be told apart with
 
 from __future__ import annotations
 
+import base64
 import colorsys
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
+from scipy import ndimage
 
 # The first ten classes; these colours can be told apart on a photograph. Grey is for the rest.
 PALETTE = (
@@ -83,20 +86,23 @@ def class_overlay(
     colours: Mapping[int, str],
     area: Area = WHOLE,
 ) -> Image.Image:
-    """The best class of each cell [h, w] in its colour, stronger where it is surer, on the photo in grey.
+    """The best class of each cell [h, w] in its colour: a contour, and a tint that is stronger where it is surer.
 
-    Classes without a colour are grey, and what lies outside of `area` stays dark.
+    Classes without a colour are grey, and what lies outside of `area` becomes dark and grey.
     """
     cells, inside = cells_of(photo.size, classes.shape, area)
     numbers, where = np.unique(classes, return_inverse=True)
     paint = np.array([rgb(colours.get(c, OTHER)) for c in numbers.tolist()], np.float32)[where.ravel()[cells]]
-    strength = (0.6 * np.sqrt(confidence.ravel()))[cells][..., None]  # what nobody is sure about stays grey
-    mixed = _on_grey(photo, paint, strength, inside)
-    edge = np.zeros(inside.shape, bool)  # a dark line where the colour changes
+    strength = (0.35 * np.sqrt(confidence.ravel()))[cells][..., None]
+    edge = np.zeros(inside.shape, bool)  # where the colour changes
     edge[:, 1:] |= (paint[:, 1:] != paint[:, :-1]).any(axis=-1)
     edge[1:, :] |= (paint[1:, :] != paint[:-1, :]).any(axis=-1)
-    mixed[edge & inside] *= 0.4
-    return _image(mixed)
+    contour = ndimage.binary_dilation(edge, iterations=max(1, max(photo.size) // 120))
+    strength[contour] = 0.85
+    mixed = (1 - strength) * np.asarray(photo.convert("RGB"), np.float32) + strength * paint
+    mixed[edge] *= 0.4
+    grey = np.asarray(photo.convert("L"), np.float32)[..., None]
+    return _image(np.where(inside[..., None], mixed, 0.5 * grey + 40))
 
 
 def class_picture(
@@ -107,7 +113,7 @@ def class_picture(
     colours: ClassColours,
     area: Area = WHOLE,
 ) -> tuple[Image.Image, list[Entry]]:
-    """`class_overlay` in the colours of the classes, and its legend: classes with the most cells first; -1 is none."""
+    """`class_overlay` with names on large areas, and its legend: classes with the most cells first; -1 is none."""
     numbers, counts = np.unique(classes[classes >= 0], return_counts=True)
     names = {c: name_of(c) for c in numbers.tolist()}
     fractions = dict.fromkeys(names.values(), 0.0)
@@ -117,7 +123,26 @@ def class_picture(
     paint = {c: chosen[name] for c, name in names.items() if name in chosen}
     legend = [Entry(colour, name, fractions.pop(name)) for name, colour in chosen.items()]
     legend += [Entry(OTHER, "others", sum(fractions.values()))] if fractions else []
-    return class_overlay(photo, classes, confidence, paint, area), legend
+    picture = class_overlay(photo, classes, confidence, paint, area)
+    cells, inside = cells_of(photo.size, classes.shape, area)
+    of_pixels = classes.ravel()[cells]
+    for c in paint:
+        _name_area(picture, inside & (of_pixels == c), names[c])
+    return picture, legend
+
+
+def _name_area(picture: Image.Image, covered: NDArray[np.bool_], name: str) -> None:
+    """Write a name into the widest place of an area [h, w], if the area is large enough for it."""
+    depth = ndimage.distance_transform_edt(np.pad(covered, 1))[1:-1, 1:-1]
+    size = max(12, max(picture.size) // 18)
+    if depth.max() < size:
+        return
+    y, x = np.unravel_index(depth.argmax(), depth.shape)
+    text, font = name.split(",")[0][:24], font_of(size, latin=name.isascii())
+    draw = ImageDraw.Draw(picture)
+    half = draw.textlength(text, font=font) / 2 + 3
+    left = min(max(float(x), half), max(half, picture.width - half))
+    draw.text((left, int(y)), text, fill="white", font=font, anchor="mm", stroke_width=2, stroke_fill="black")
 
 
 def heat_overlay(
@@ -161,17 +186,12 @@ def _image(values: NDArray[np.floating]) -> Image.Image:
 # -- masks and objects ------------------------------------------------------------------------------------------------
 
 
-def class_palette(classes: int) -> NDArray[np.uint8]:
-    """uint8 [K, 3]: the colours of classes."""
-    return np.array([rgb(colour_of(number)) for number in range(classes)], np.uint8)
-
-
 def palette_image(mask: NDArray[np.integer], classes: int) -> Image.Image:
     """A mask as a PNG that viewers show in colours and programs read as classes (16-bit grey above 255 classes)."""
     if classes > 255:
         return Image.fromarray(mask.astype(np.uint16))
     image = Image.fromarray(mask.astype(np.uint8))
-    image.putpalette(np.concatenate([class_palette(classes), np.zeros((256 - classes, 3), np.uint8)]).tobytes())
+    image.putpalette([value for number in range(classes) for value in rgb(colour_of(number))])
     return image
 
 
@@ -179,28 +199,38 @@ def object_overlay(
     pixels: NDArray[np.uint8],
     boxes: NDArray[np.floating],
     captions: Sequence[str],
+    classes: Sequence[int],
     masks: Sequence[NDArray[np.bool_]] = (),
     side: int = 0,
 ) -> Image.Image:
-    """Objects over an image uint8 [H, W, 3], the first one on top: mask [H, W], box (x0, y0, x1, y1) and caption.
+    """Objects over an image uint8 [H, W, 3] in the colours of their classes, the first one on top.
 
-    `side`: make the long side so long before boxes are drawn; 0: as it is.
+    Args:
+        boxes: [n, 4], x0, y0, x1, y1. captions: of the boxes. classes: their numbers.
+        masks: [H, W] each; their contours are drawn.
+        side: make the long side so long before anything is drawn; 0: as it is.
     """
-    mixed = pixels.astype(np.float32)
-    colours = [rgb(PALETTE[k % len(PALETTE)]) for k in range(len(boxes))]
+    picture = Image.fromarray(pixels)
+    picture = fit_photo(picture, side) if side else picture
+    colours = [rgb(colour_of(number)) for number in classes]
+    mixed, width = np.array(picture, np.float32), max(2, max(picture.size) // 250)
     for mask, colour in reversed(list(zip(masks, colours, strict=False))):
-        mixed[mask] = mixed[mask] * 0.55 + np.array(colour, np.float32) * 0.45
+        shown = np.asarray(Image.fromarray(mask).resize(picture.size, Image.Resampling.NEAREST))
+        contour = shown & ~ndimage.binary_erosion(shown, iterations=width, border_value=1)
+        strength = np.where(contour, 1.0, 0.2 * shown)[..., None]
+        mixed = (1 - strength) * mixed + strength * np.array(colour, np.float32)
     picture = _image(mixed.round())
-    if side:
-        picture = fit_photo(picture, side)
-    draw = ImageDraw.Draw(picture)
+    draw, font = ImageDraw.Draw(picture), font_of(max(13, max(picture.size) // 36), latin="".join(captions).isascii())
     scaled = (boxes * (max(picture.size) / max(pixels.shape[:2]))).tolist()
     for (x0, y0, x1, y1), colour, text in reversed(list(zip(scaled, colours, captions, strict=True))):
-        draw.rectangle((x0, y0, max(x1 - 1, x0), max(y1 - 1, y0)), outline=colour, width=2)
-        at = (x0 + 2, max(y0 - 14, 0) + 1)
-        left, top, right, bottom = draw.textbbox(at, text)
-        draw.rectangle((left - 2, top - 1, right + 2, bottom + 1), fill=colour)
-        draw.text(at, text, fill="white" if np.dot(colour, [0.3, 0.59, 0.11]) < 140 else "black")
+        draw.rectangle((x0, y0, max(x1 - 1, x0), max(y1 - 1, y0)), outline=colour, width=width)
+        if not text:
+            continue
+        left, _, right, bottom = draw.textbbox((x0 + 5, 0), text, font=font)
+        y = max(y0 - bottom - 4, 0)  # above the box, where there is room
+        draw.rectangle((left - 5, y, right + 5, y + bottom + 4), fill=colour)
+        bright = np.dot(colour, [0.3, 0.59, 0.11]) >= 140
+        draw.text((x0 + 5, y + 1), text, fill="black" if bright else "white", font=font)
     return picture
 
 
@@ -238,14 +268,13 @@ def draw_text(
     draw.text(at, cut, fill=fill, font=font)
 
 
-def layer_chart(lines: Sequence[tuple[str, str, Sequence[float]]], level: float) -> Image.Image:
-    """Lines (name, colour, values from layer 0; a shorter one ends at the last layer) and a dashed level by area."""
+def layer_chart(values: Sequence[float], level: float) -> Image.Image:
+    """A line of values from layer 0 on, and a dashed level by area."""
     image = Image.new("RGB", (2 * PANEL, 2 * PANEL), CARD)  # drawn twice as large, then smoothed
     draw = ImageDraw.Draw(image)
-    left, right, top, bottom = 68, 2 * PANEL - 16, 16, 2 * PANEL - 80
-    values = [v for _, _, line in lines for v in line] + [level]
-    low, high = max(0.0, min(values) - 0.08), min(1.0, max(values) + 0.08)
-    layers = max(len(line) for _, _, line in lines) - 1
+    left, right, top, bottom = 68, 2 * PANEL - 16, 16, 2 * PANEL - 48
+    low, high = max(0.0, min(*values, level) - 0.08), min(1.0, max(*values, level) + 0.08)
+    layers = len(values) - 1
 
     def at(layer: float, value: float) -> tuple[float, float]:
         return left + (right - left) * layer / max(layers, 1), bottom - (bottom - top) * (value - low) / (high - low)
@@ -257,13 +286,17 @@ def layer_chart(lines: Sequence[tuple[str, str, Sequence[float]]], level: float)
         draw_text(draw, (at(layer, low)[0] - 8, bottom + 6), str(layer), 24, FAINT, 60)
     for x in range(left, right, 24):
         draw.line((x, at(0, level)[1], min(x + 14, right), at(0, level)[1]), fill="#55555a", width=4)
-    for i, (name, colour, line) in enumerate(lines):
-        points = [at(layers + 1 - len(line) + j, value) for j, value in enumerate(line)]
-        draw.line(points, fill=colour, width=4, joint="curve")
-        for point in points:
-            draw.circle(point, 5, fill=colour)
-        draw_text(draw, (left + i * 184, 2 * PANEL - 38), name if line else "", 26, colour, 240)
+    draw.line([at(layer, value) for layer, value in enumerate(values)], fill=OWN, width=4, joint="curve")
     return image.resize((PANEL, PANEL), Image.Resampling.LANCZOS)
+
+
+def data_address(image: Image.Image, side: int) -> str:
+    """An image as `data:` text; small ones stay exact, larger ones become JPEG."""
+    image = image.copy()
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    file, kind = io.BytesIO(), "png" if max(image.size) <= 64 else "jpeg"
+    image.save(file, kind, optimize=True, quality=80)  # which PNG does not have
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 # -- panels, cards, sheets --------------------------------------------------------------------------------------------

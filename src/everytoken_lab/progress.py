@@ -8,6 +8,8 @@ import time
 import rich.progress
 from rich.console import Console
 
+from everytoken_lab.schema import say, shown
+
 
 def clock(seconds: float) -> str:
     """90 -> '1:30'; 7300 -> '2:01:40'."""
@@ -52,13 +54,13 @@ class Progress:
         rate = (done - self._first[1]) / max(now - self._first[0], 1e-9)
         amount = f"{self._amount(done).removesuffix(f' {self.unit}')} of {self._amount(total)}"
         amount += f", {self._amount(rate)}/s" if rate > 0 else ""
-        title = f"{self.job} {doing}".rstrip()
+        title = shown(f"{self.job} {doing}").rstrip()
         if self._bar is not None:
             self._bar.update(self._task, description=title, completed=done, total=total, rate=amount)
         elif now - self._last >= self.every:
             self._last = now
             left = f", {clock((total - done) / rate)} left" if rate > 0 else ""
-            print(f"{title}: {amount}{left}", file=sys.stderr, flush=True)
+            say(f"{title}: {amount}{left}", file=sys.stderr)
 
     def _amount(self, number: float) -> str:
         if self.unit == "B":

@@ -6,6 +6,8 @@ pydantic does the checking, and what it finds is said in one sentence that names
 Our own dataclasses refuse names that they do not have; TypedDicts, for foreign formats, ignore them. Nothing is
 guessed: "yes" is not a bool, "5" is not a number, true is not 1; a whole number passes for a float and a list for a
 tuple. Text that is not Unicode (as in names of files that are not UTF-8) is spelt with backslashes.
+
+And one way out for text that came from outside: `say` prints it, `shown` is what people see of it.
 """
 
 from __future__ import annotations
@@ -15,14 +17,19 @@ import dataclasses
 import json
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.files import read_bytes
 
 T = TypeVar("T")
 _LONGEST = 60  # characters of a wrong value that are repeated in a message
+_MOST_YAML = 1_000_000  # bytes: as much as a recipe will ever have, and read in seconds
+_ADDRESS = re.compile(r"""\b([A-Za-z][\w+.-]*://)(?:[^\s/'"<>]*@)?([^\s?#'"<>]*)((?:[?#][^\s'"<>]*)?)""")
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class SchemaError(EverytokenError):
@@ -30,40 +37,56 @@ class SchemaError(EverytokenError):
 
 
 def parse(kind: type[T], value: Any, where: str) -> T:
-    """`value` as `kind`, or a `SchemaError` that names `where`, the setting and the value.
-
-    Args:
-        kind: a dataclass, TypedDict, or type hint such as ``dict[str, int]``.
-        value: plain data: what a JSON or YAML file holds.
-        where: what to call it in messages, such as the file's path.
-    """
+    """Plain data as a dataclass, TypedDict or type hint; else a `SchemaError` that names `where` and the value."""
     try:
         text = json.dumps(value, allow_nan=True)
         if "\\ud" in text:
-            text = json.dumps(_printable(json.loads(text)))
+            text = json.dumps(texts(json.loads(text), printable))
     except (TypeError, ValueError, RecursionError) as error:
         raise SchemaError(f"{where}: holds a value that is not plain data ({error}).") from error
     if re.search(r"\d{19}", text):  # numbers that no machine integer holds
-        json.loads(text, parse_int=lambda digits: _check_integer(digits, where))
+
+        def check(digits: str) -> None:
+            if len(digits) > 20 or abs(int(digits)) >= 2**63:
+                raise SchemaError(f"{where}: {digits[:_LONGEST]} is too large a number.")
+
+        json.loads(text, parse_int=check)
     return parse_json(text.encode(), kind, where)
-
-
-def _check_integer(digits: str, where: str) -> None:
-    if len(digits) > 20 or abs(int(digits)) >= 2**63:
-        raise SchemaError(f"{where}: {digits[:_LONGEST]} is too large a number.")
 
 
 def printable(text: str) -> str:
     """The same text if it is Unicode; else with what is not (bytes of a file's name) spelt as in ``caf\\xe9``."""
     try:
-        text.encode()
-        return text
+        raw = text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        try:
-            raw = text.encode("utf-8", "surrogateescape")
-        except UnicodeEncodeError:
-            raw = text.encode("utf-8", "surrogatepass")
-        return raw.decode("utf-8", "backslashreplace")
+        raw = text.encode("utf-8", "surrogatepass")
+    return raw.decode("utf-8", "backslashreplace")
+
+
+def shown(text: str) -> str:
+    """What people see of a text: addresses without user, password and query; no signs that steer a terminal."""
+    return _STEERING.sub(lambda sign: f"\\u{ord(sign[0]):04x}", _ADDRESS.sub(_public, printable(text)))
+
+
+def one_line(path: str | Path) -> str:
+    """A file's name in one line, as people see it."""
+    return shown(str(path)).replace("\n", "\\n")
+
+
+def say(text: object = "", file: TextIO | None = None) -> None:
+    """Print `shown` text. Nothing else prints, but for the tables and bars of rich."""
+    print(shown(str(text)), file=file, flush=True)
+
+
+def without_secrets(text: str) -> str:
+    """The text with addresses (s3://, https://) that have no user, password and query."""
+    return _ADDRESS.sub(_public, text)
+
+
+def _public(address: re.Match[str]) -> str:
+    """Without a query; in other addresses than those of the web, ? may also stand for any letter."""
+    web = address[1].lower().startswith("http")
+    return address[1] + address[2] + ("" if web or "=" in address[3] else address[3])
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -71,16 +94,17 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def _printable(value: Any) -> Any:
+def texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Plain data with all of its texts changed."""
     if isinstance(value, dict):
-        return {printable(name): _printable(item) for name, item in value.items()}
+        return {change(name) if isinstance(name, str) else name: texts(item, change) for name, item in value.items()}
     if isinstance(value, list):
-        return [_printable(item) for item in value]
-    return printable(value) if isinstance(value, str) else value
+        return [texts(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def from_keywords(kind: type[T], keywords: Mapping[str, Any], where: str) -> T:
-    """Options from the keywords of a Python call, or of a command; an unknown name is an error with the nearest one."""
+    """Options from the keywords of a Python call or of a command."""
     import pydantic
 
     hints, values = typing.get_type_hints(kind, include_extras=True), {}
@@ -98,9 +122,7 @@ def from_keywords(kind: type[T], keywords: Mapping[str, Any], where: str) -> T:
 def read_json(path: Path, kind: type[T]) -> T:
     """A JSON file as `kind`. A large file is read once: no Python objects are made of what `kind` leaves out."""
     try:
-        text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
-    except FileNotFoundError as error:
-        raise SchemaError(f"{path}: the file is not there.") from error
+        text = read_bytes(path).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise SchemaError(f"{path}: cannot be read ({error.strerror}).") from error
     return parse_json(text, kind, str(path))
@@ -111,7 +133,7 @@ def parse_json(text: bytes, kind: type[T], where: str) -> T:
     import pydantic
 
     try:
-        checked: T = _adapter(kind).validate_json(text, strict=True)
+        checked: T = _adapter(kind).validate_json(text, strict=True)  # type: ignore[arg-type]
         return checked
     except pydantic.ValidationError as error:
         first = error.errors()[0]
@@ -121,11 +143,18 @@ def parse_json(text: bytes, kind: type[T], where: str) -> T:
 
 
 def read_yaml(text: str | bytes, where: str) -> Any:
-    """YAML as plain data. Numbers such as 1e-3 are numbers here, which YAML 1.1 takes for text; no Python objects."""
+    """YAML as plain data. Numbers such as 1e-3 are numbers here, which YAML 1.1 takes for text; no Python objects, and
+    no aliases, with which a short text can stand for any amount of data."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        pass
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.MarkedYAMLError(problem="aliases are not read", problem_mark=self.peek_event().start_mark)
+            return super().compose_node(parent, index)
+
+    if len(text) > _MOST_YAML:
+        raise SchemaError(f"{where}: has {len(text):,} characters, more than {_MOST_YAML:,}.")
 
     number = re.compile(
         r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
@@ -146,16 +175,23 @@ def read_yaml(text: str | bytes, where: str) -> Any:
         raise SchemaError(f"{where}: not valid YAML{line} ({what}).") from error
 
 
-_adapters: dict[Any, Any] = {}
+def to_yaml(value: Mapping[str, Any]) -> str:
+    """YAML that `read_yaml` reads: what occurs twice is written twice."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    return yaml.dump(dict(value), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
+@cache
 def _adapter(kind: Any) -> Any:
     import pydantic
 
-    if kind not in _adapters:
-        _forbid_unknown_names(kind)
-        _adapters[kind] = pydantic.TypeAdapter(kind)
-    return _adapters[kind]
+    _forbid_unknown_names(kind)
+    return pydantic.TypeAdapter(kind)
 
 
 def _forbid_unknown_names(kind: Any) -> None:

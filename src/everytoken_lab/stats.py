@@ -19,17 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import stdtrit
 
 from everytoken import keyed
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution
 DRAWS = 2000
-
-# 97.5 % quantile of Student's t for 1, 2, ... degrees of freedom; beyond, by the expansion in 1 / degrees.
-_T = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120),
-    *(2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
 
 
 @dataclass(frozen=True)
@@ -63,33 +58,13 @@ def compared(difference: Estimate, other: str, base: str, digits: int = 2) -> st
     return f"{other} is {abs(e.value):.{digits}f} points {'better' if e.value > 0 else 'worse'} than {base} {interval}"
 
 
-def t_quantile(degrees: int) -> float:
-    """97.5 % quantile of Student's t."""
-    if degrees < 1:
-        raise ValueError(f"an interval needs one degree of freedom at least, not {degrees}")
-    return _T[degrees - 1] if degrees <= len(_T) else Z + 2.372 / degrees + 2.82 / degrees**2
-
-
 def mean(values: Sequence[float]) -> Estimate:
     """The mean of one value per seed, with Student's interval."""
     centre = statistics.mean(values)
     if len(set(values)) < 2:
         return Estimate(centre, values=tuple(values))
-    half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    half = float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
     return Estimate(centre, centre - half, centre + half, tuple(values))
-
-
-def sign_flip(differences: Sequence[float]) -> float:
-    """Exact two-sided p of paired differences, one per seed: how often random signs give a mean as far from zero.
-
-    Of n seeds the smallest possible value is 2 / 2^n, so fewer than six seeds never reach 0.05. Up to 20 seeds.
-    """
-    if not 0 < len(differences) <= 20:
-        raise ValueError(f"sign_flip takes 1 to 20 differences, not {len(differences)}")
-    values = np.asarray(differences, np.float64)
-    signs = 1 - 2.0 * (np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1)
-    sums = np.abs(signs @ values)
-    return float((sums >= abs(values.sum()) - 1e-9).mean())
 
 
 def percentage(correct: np.ndarray) -> Estimate:
@@ -108,14 +83,14 @@ def bootstrap(columns: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
         statistic: means [..., k] -> [...].
     """
     value = float(statistic(np.asarray(columns, np.float64).mean(0)))
-    low, high = np.percentile(statistic(bootstrap_means(columns, draws)), [2.5, 97.5])
+    values = np.asarray(columns, np.float32)
+    means = [weights @ values / len(values) for _, weights in bootstrap_weights(len(values), draws)]
+    low, high = np.percentile(statistic(np.concatenate(means).astype(np.float64)), [2.5, 97.5])
     return Estimate(value, float(low), float(high)) if low < high else Estimate(value)
 
 
 def paired_difference(first: np.ndarray, second: np.ndarray) -> Estimate:
     """Mean of second - first in percentage points; both are right or wrong [images], the same images in one order."""
-    if not len(first):
-        raise ValueError("there are no images to compare")
     change = np.asarray(second, np.float64) - np.asarray(first, np.float64)
     return with_added_images(float(change.mean()), float(change.var()), len(change), (-1, 1))
 
@@ -134,16 +109,6 @@ def with_added_images(mean: float, variance: float, count: float, added: Sequenc
     spread = (count * (variance + mean**2) + sum(x * x for x in added)) / total - centre**2
     half = Z * math.sqrt(spread / total)
     return Estimate(100 * mean, 100 * max(centre - half, min(added)), 100 * min(centre + half, max(added)))
-
-
-def bootstrap_means(columns: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
-    """Means of the columns [images, k] over images drawn with replacement -> [draws, k]."""
-    count = len(columns)
-    values = np.asarray(columns, np.float32)
-    means = np.empty((draws, values.shape[1]))
-    for start, weights in bootstrap_weights(count, draws, seed):
-        means[start : start + len(weights)] = weights @ values / count
-    return means
 
 
 def bootstrap_weights(count: int, draws: int, seed: int = 0, part: int = 64) -> Iterator[tuple[int, np.ndarray]]:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from everytoken_lab.annotators import AnnotateOptions
 from everytoken_lab.annotators.annotator import Annotator
 from everytoken_lab.annotators.job import fill_store
-from everytoken_lab.annotators.options import AnnotateOptions
 from everytoken_lab.classes import ClassList
 from everytoken_lab.data.augment import EvalTransform
 from everytoken_lab.data.datasets import open_dataset

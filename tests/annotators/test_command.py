@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
-
-from everytoken.maps import Maps
-from everytoken_lab.cli import main
-
-FUNCTION = """
 import torch
 
+from everytoken.maps import Maps
+from everytoken_lab.annotators.annotator import ANNOTATORS, Annotator
+from everytoken_lab.classes import ClassList
+from everytoken_lab.cli import main
+from everytoken_lab.data.augment import EvalTransform
+
+
 def score(images):
-    assert 0 <= images.min() and images.max() <= 1 and images.is_contiguous()
+    assert images.min() >= 0
+    assert images.max() <= 1
     return torch.nn.functional.avg_pool2d(images, 8).permute(0, 2, 3, 1) * 10
 
-score.class_names = ["red", "green", "blue"]
-score.img_size = (24, 32)
-not_a_function = 3
 
-def nameless(images):
-    return images
-
-def wrong(images):
-    return images
-wrong.class_names = ["a", "b"]
-"""
+def by_colour(spec, size=None, weights=""):
+    """An annotator that is never wrong about these photos; `wrong` gives other scores than it has classes."""
+    names = ("red", "green", "blue") if spec.endswith("score") else ("a", "b")
+    preprocessing = EvalTransform((24, 32), mean=(0.0,) * 3, std=(1.0,) * 3)
+    return Annotator(spec, preprocessing, ClassList(len(names), names), {}, score)
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, photos):
-    """A working directory with a function of one's own in it."""
-    (tmp_path / "my_labels.py").write_text(FUNCTION)
+    """A working directory with photos, and an annotator of their colours."""
+    monkeypatch.setitem(ANNOTATORS, "colour", ("colour:NAME", by_colour))
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    sys.modules.pop("my_labels", None)
+    return tmp_path
 
 
 def run(*words: str) -> int:
     return main(["annotate", *words])
 
 
-def test_an_own_function_fills_a_store_and_the_result_is_told(here, capsys):
-    assert run("photos", "--out", "maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu") == 0
+def test_an_annotator_fills_a_store_and_the_result_is_told(here, capsys):
+    assert run("photos", "--out", "maps", "--annotator", "colour:score", "-j", "0", "--device", "cpu") == 0
     said = capsys.readouterr().out
     store = Maps("maps")
     assert store.meta.class_names == ["blue", "green", "red"]
@@ -60,7 +55,7 @@ def test_an_own_function_fills_a_store_and_the_result_is_told(here, capsys):
 
 
 def test_running_it_again_does_nothing_and_says_so(here, capsys):
-    words = ("photos", "--out", "maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu")
+    words = ("photos", "--out", "maps", "--annotator", "colour:score", "-j", "0", "--device", "cpu")
     run(*words)
     before = {p.name: p.stat().st_mtime_ns for p in (here / "maps").iterdir() if not p.name.startswith(".")}
     capsys.readouterr()
@@ -72,15 +67,10 @@ def test_running_it_again_does_nothing_and_says_so(here, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--annotator", "python:my_label:score"], "cannot be imported"),
-        (["--annotator", "python:my_labels:scare"], "Did you mean 'score'"),
-        (["--annotator", "python:my_labels"], "python:module:function"),
-        (["--annotator", "python:my_labels:not_a_function"], "not a function"),
-        (["--annotator", "python:my_labels:nameless"], "class_names"),
-        (["--annotator", "python:my_labels:wrong"], "2] is needed"),
-        (["--annotator", "python:my_labels:score", "--folds", "3"], "folds can only be used with the annotator fit"),
+        (["--annotator", "colour:wrong"], "2] is needed"),
+        (["--annotator", "colour:score", "--folds", "3"], "folds can only be used with the annotator fit"),
         (["--annotator", "fit", "--weights", "x"], "trains its own weights"),
-        (["--annotator", "python:my_labels:score", "--top-k", "4"], "more than the 3 classes"),
+        (["--annotator", "colour:score", "--top-k", "4"], "more than the 3 classes"),
         (["--annotator", "nonsense"], "there is no annotator"),
         (["--annotator", "fit", "--folds", "1"], "folds is 1"),
         (["--annotator", "fit", "--batch-size", "0"], "batch_size is 0"),
@@ -90,7 +80,7 @@ def test_running_it_again_does_nothing_and_says_so(here, capsys):
     ],
 )
 def test_mistakes_are_explained_in_one_message(here, capsys, words, said):
-    more = ["--foreign-classes"] if "python:my_labels:wrong" in words else []
+    more = ["--foreign-classes"] if "colour:wrong" in words else []
     assert run("photos", "--out", "maps", "-j", "0", "--device", "cpu", *words, *more) == 2
     text = capsys.readouterr().err
     assert said in text
@@ -111,15 +101,15 @@ def test_a_folder_that_cannot_be_a_store_is_refused_before_anything_is_trained_o
 
 def test_a_store_of_another_annotator_is_refused_before_anything_is_trained(here, capsys):
     words = ("photos", "--out", "maps", "-j", "0", "--device", "cpu")
-    assert run(*words, "--annotator", "python:my_labels:score") == 0
+    assert run(*words, "--annotator", "colour:score") == 0
     assert run(*words, "--annotator", "fit") == 2
-    assert "annotator: python:my_labels:score in the store, fit now" in capsys.readouterr().err
+    assert "annotator: colour:score in the store, fit now" in capsys.readouterr().err
     assert not (here / "maps" / "annotator").exists()
 
 
 def test_the_commands_to_run_next_can_be_pasted(here, capsys):
     (here / "photos").rename(here / "my photos")
-    words = ("my photos", "--out", "my maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu")
+    words = ("my photos", "--out", "my maps", "--annotator", "colour:score", "-j", "0", "--device", "cpu")
     assert run(*words) == 0
     said = capsys.readouterr().out
     assert "maps sheet 'my maps' --images 'my photos' --out" in said
@@ -127,7 +117,7 @@ def test_the_commands_to_run_next_can_be_pasted(here, capsys):
 
 
 def test_photos_without_class_folders_need_a_word(here, capsys):
-    words = ["photos/red", "--out", "maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu"]
+    words = ["photos/red", "--out", "maps", "--annotator", "colour:score", "-j", "0", "--device", "cpu"]
     assert run(*words) == 2
     assert "unlabelled" in capsys.readouterr().err
     assert run(*words, "--unlabelled") == 0
@@ -140,7 +130,7 @@ def test_photos_without_class_folders_need_a_word(here, capsys):
 def test_nothing_but_unreadable_images_is_a_failure(here, capsys):
     for path in (here / "photos").glob("*/*.png"):
         path.write_bytes(b"broken")
-    assert run("photos", "--out", "maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu") == 1
+    assert run("photos", "--out", "maps", "--annotator", "colour:score", "-j", "0", "--device", "cpu") == 1
     said = capsys.readouterr()
     assert "skipped blue/0.blue.png" in said.out
     assert "none of the images could be read" in said.err

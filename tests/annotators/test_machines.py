@@ -3,9 +3,9 @@
 import pytest
 
 from everytoken.maps import Maps
+from everytoken_lab.annotators import AnnotateOptions
 from everytoken_lab.annotators.annotator import build_annotator
 from everytoken_lab.annotators.job import fill_store
-from everytoken_lab.annotators.options import AnnotateOptions
 from everytoken_lab.data.datasets import open_dataset
 
 

@@ -36,16 +36,6 @@ def test_help_begins_with_examples_and_explains_every_option(name, config, capsy
     assert not any(f"(default: {os.getcwd()}" in line for line in lines)
 
 
-def test_help_is_the_same_on_every_machine(capsys, monkeypatch):
-    texts = []
-    for cores in (1, 3):
-        monkeypatch.setattr("everytoken_lab.machine.cores", lambda cores=cores: cores)
-        with pytest.raises(SystemExit):
-            main(["eval", "--help"])
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
-
-
 def test_no_help_imports_torch_or_timm():
     code = (
         "import contextlib, sys\n"
@@ -59,10 +49,8 @@ def test_no_help_imports_torch_or_timm():
     assert done.stderr.splitlines() == list(options_of_commands())
 
 
-@pytest.mark.parametrize("missing", ["tyro._errors", "on_parse_error"])
-def test_without_the_hook_tyro_itself_says_what_is_wrong(missing):
-    code = f"import sys, tyro._errors\nif {missing!r} in sys.modules: sys.modules[{missing!r}] = None\n"
-    code += f"else: del tyro._errors.{missing.split('.')[-1]}\n"
+def test_without_the_hook_tyro_itself_says_what_is_wrong():
+    code = "import sys, tyro._errors\nsys.modules['tyro._errors'] = None\n"
     code += "from everytoken_lab.cli import main\nsys.exit(main(['recipes', '--nonsensical']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -109,12 +97,6 @@ def test_what_is_wrong_with_the_words_is_one_sentence(words, sentence, capsys):
     message = capsys.readouterr().err
     assert sentence in message
     assert len(message.splitlines()) == 1
-
-
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"maps", "segment", "detect"}))
-def test_every_command_names_an_option_that_it_does_not_have(command, capsys):
-    assert main([command, "--nonsensical"]) == 2
-    assert "unrecognized option --nonsensical." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -197,14 +179,6 @@ def test_an_unknown_or_unsupported_model_is_explained(capsys):
     assert "lvvit_" in capsys.readouterr().err
     assert main(["models", "crossvit_tiny_240", "--seconds", "0"]) == 2
     assert "no token view" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flag", [["--max-pixels", "1000"], ["--max-pixels=1e3"]])
-def test_every_command_takes_a_limit_of_pixels(flag, photos, capsys, monkeypatch):
-    monkeypatch.setenv("EVERYTOKEN_MAX_PIXELS", "")  # restored afterwards
-    assert main(["doctor", str(photos), *flag, "--json"]) == 1
-    findings = json.loads(capsys.readouterr().out)["findings"]
-    assert any("more than the limit of 1000" in text for finding in findings for text in finding["examples"])
 
 
 def test_what_the_machine_refuses_is_one_sentence(monkeypatch, capsys):

@@ -120,17 +120,6 @@ def test_sharpness_equals_pillows_to_one_level_borders_included(factor):
     assert randaugment.sharpness(thin, factor).size == (2, 30)
 
 
-def test_every_operation_of_every_set_works_on_an_image():
-    image = photo()
-    for text in STRINGS:
-        for name in randaugment.parse(text).names:
-            arguments = randaugment.LEVELS[name](10.0, -1)
-            if name in randaugment.GEOMETRIC:
-                assert randaugment.matrix((name, arguments), image.size).shape == (2, 3)
-            else:
-                assert randaugment.recolour(image, (name, arguments)).size == image.size
-
-
 @pytest.mark.parametrize("text", ["original", "augmix-m5", "rand-x3", "rand-m9-tnone", "rand-m9-p3", "rand-mstd"])
 def test_a_wrong_string_is_refused_with_the_section_that_is_wrong(text):
     with pytest.raises(EverytokenError, match="aa: "):

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from everytoken import keyed
-from everytoken_lab.data import datasets
-from everytoken_lab.data.datasets import DataError, Strings, list_files, open_dataset, open_splits, split_off
+from everytoken_lab.data import tree
+from everytoken_lab.data.datasets import DataError, Strings, open_dataset, open_splits, split_off
 from everytoken_lab.data.decode import ImageError
+from everytoken_lab.data.tree import list_files
 
 
 def jpeg(value=0, size=(12, 10)):
@@ -202,7 +203,7 @@ def test_photos_that_cannot_be_read_are_counted_and_the_way_out_is_named(tmp_pat
     assert "magick mogrify" in told
     if make is in_folder:
         caplog.clear()
-        assert datasets.gather_images([str(photos / "cat")])[1] == ["1.jpg"]
+        assert tree.gather_images([str(photos / "cat")])[1] == ["1.jpg"]
         assert "1 files such as 2.HEIC" in caplog.text
 
 
@@ -314,7 +315,7 @@ def test_the_image_nearest_to_the_limit_changes_sides_when_chance_leaves_a_part_
 def test_both_splits_of_one_folder_are_read_in_one_walk(tmp_path, monkeypatch):
     put(tmp_path, *(f"{c}/{i}.jpg" for c in "ab" for i in range(20)))
     walks = []
-    monkeypatch.setattr(datasets, "list_files", lambda *args: walks.append(args) or list_files(*args))
+    monkeypatch.setattr(tree, "list_files", lambda *args: walks.append(args) or list_files(*args))
     train, val = open_splits(tmp_path, 0.3)
     assert len(walks) == 1
     for data, split in ((train, "train"), (val, "val")):

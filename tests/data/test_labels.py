@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 
 from everytoken_lab.cli import main
-from everytoken_lab.data.datasets import DataError, dataset_title, find_split, open_dataset, open_splits, split_off
+from everytoken_lab.data.datasets import DataError, open_dataset, open_splits, split_off
+from everytoken_lab.data.tree import dataset_title, find_split
 from everytoken_lab.engine.held_out import _train_folder
 
 
@@ -74,8 +75,8 @@ def test_files_of_spreadsheets_and_windows_paths_are_read(folder, text, encoding
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("file,label\na/1.png,cat\n", "line 1: there is no column path; the file has the columns file, label"),
-        ("", "the file is empty"),
+        ("file,label\na/1.png,cat\n", "line 1: there is no column path; there is file, label"),
+        ("", "labels.csv is empty"),
         ("path,label\n", "lists no images"),
         ("path,label\na/1.png,cat\na/9.png,cat\nc.png,dog\n", r"line 3: there is no file a/9.png \(and 1 more\)"),
         ("path,label\na/1.png, \n", "line 2: a/1.png has no label"),

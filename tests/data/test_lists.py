@@ -4,14 +4,8 @@ import pytest
 from PIL import Image
 
 from everytoken_lab.classes import imagenet_classes
-from everytoken_lab.data.datasets import (
-    CLASS_LISTS,
-    DataError,
-    _read_class_list,
-    dataset_path,
-    open_dataset,
-    open_splits,
-)
+from everytoken_lab.data.datasets import DataError, _read_class_list, open_dataset, open_splits
+from everytoken_lab.data.tree import CLASS_LISTS, dataset_path
 
 
 def add(path, size=(8, 8)):

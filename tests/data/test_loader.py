@@ -305,12 +305,6 @@ def test_workers_outlive_signals_to_the_group_and_end_when_the_loader_is_closed(
     loader.close()
 
 
-def test_a_batch_that_the_images_do_not_fill_and_a_size_of_nothing_are_refused(data):
-    for size, message in ((0, "batch_size"), (30, "do not fill one batch.*Lower --batch-size")):
-        with pytest.raises(DataError, match=message):
-            Loader(data, TRAIN, size, train=True)
-
-
 def test_the_loader_leaves_global_generators_alone(data):
     before = torch.get_rng_state()
     loader = Loader(data, TRAIN, 8, train=True, workers=1)

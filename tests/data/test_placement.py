@@ -98,3 +98,17 @@ def test_an_empty_crop_and_a_flat_placement_are_refused_by_value():
         pl.from_box(0.5, 0.1, 0.5, 0.9)
     with pytest.raises(EverytokenError, match="cannot be inverted"):
         pl.invert(np.zeros((2, 3)))
+
+
+def test_matrices_of_opencv_kornia_and_albumentations_are_placements():
+    """Their matrices say where a pixel of the input goes; pixels are known by the indices of their centres."""
+    size = (40, 30)  # width, height
+    mirror = [[-1, 0, size[0] - 1], [0, 1, 0], [0, 0, 1]]  # kornia's RandomHorizontalFlip
+    np.testing.assert_allclose(pl.from_matrix(mirror, size, size), pl.hflip(), atol=1e-12)
+    crop = [[1, 0, -10], [0, 1, -5]]  # a crop of 20 x 10 pixels at (10, 5)
+    wanted = pl.from_box(10 / 40, 5 / 30, 30 / 40, 15 / 30)
+    np.testing.assert_allclose(pl.from_matrix(crop, (20, 10), size), wanted, atol=1e-12)
+    forward = np.array([[0.8, -0.3, 4.0], [0.2, 1.1, -2.0]])
+    affine, out = pl.from_matrix(forward, (24, 18), size), forward[:, :2] @ [7, 11] + forward[:, 2]
+    seen = pl.apply(affine, [(out[0] + 0.5) / 24, (out[1] + 0.5) / 18])
+    np.testing.assert_allclose(seen, [7.5 / 40, 11.5 / 30], atol=1e-12)

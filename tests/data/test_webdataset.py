@@ -52,14 +52,10 @@ def test_webdataset_shards_by_pattern_and_by_folder(tmp_path):
     assert named.class_names[named.label(5)] == "cow"
 
 
-def test_webdataset_labels_may_be_names_or_json(tmp_path):
+def test_webdataset_labels_may_be_names(tmp_path):
     shard(tmp_path / "a.tar", [("1.jpg", jpeg()), ("1.cls", b"dog\n"), ("2.jpg", jpeg()), ("2.cls", b"cat")])
     data = open_dataset(tmp_path / "a.tar")
     assert [data.class_names[k] for k in data.labels] == ["dog", "cat"]
-    shard(tmp_path / "b.tar", [("x/1.webp", jpeg()), ("x/1.json", b'{"label": 4, "width": 3}')])
-    data = open_dataset(tmp_path / "b.tar")
-    assert data.labels.tolist() == [4]
-    assert data.num_classes == 5
 
 
 def test_mistakes_in_shards_are_explained(tmp_path):
@@ -75,5 +71,3 @@ def test_mistakes_in_shards_are_explained(tmp_path):
     refuse("'number 3' is not one of the 1 classes", tmp_path / "e.tar", class_list=["only"])
     shard(tmp_path / "g.tar", [("1.jpg", jpeg()), ("1.cls", b"-1")])
     refuse("'number -1' is not one of the 0 classes", tmp_path / "g.tar")
-    shard(tmp_path / "f.tar", [("1.jpg", jpeg()), ("1.json", b'{"caption": "x"}')])
-    refuse("no field 'label'", tmp_path / "f.tar")

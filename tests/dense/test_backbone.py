@@ -11,7 +11,8 @@ import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
 from everytoken_lab.dense.backbone import Features, build_features, name_weights
 from everytoken_lab.dense.segment.model import SideLayers
-from everytoken_lab.models.open import Description, open_weights
+from everytoken_lab.models.description import Description
+from everytoken_lab.models.open import open_weights
 from everytoken_lab.training.options import BackboneOptions
 
 
@@ -32,9 +33,9 @@ SMALL = {"patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
         "swin_tiny_patch4_window7_224",
         "convnext_atto",
         "resnet18",
-        "eva02_tiny_patch14_224",
         "t2t_vit_7",
         "cvt_13",
+        "eva02_tiny_patch14_224",
         "pvt_v2_b0",
         "edgenext_xx_small",
         "mobilenetv3_small_050",

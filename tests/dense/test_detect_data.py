@@ -140,15 +140,15 @@ def test_layouts_are_found(data, tmp_path):
     assert not divided(file, CocoOptions())
     parts = [open_instances(file, split, CocoOptions(val_split=0.5)) for split in ("train", "val")]
     assert sorted(k for p in parts for k in p.keys()) == ["0.png", "1.png", "2.png", "3.png"]  # noqa: SIM118
-    for split, said in (("all", "has no COCO json: "), ("test", "has no COCO json for 'test': ")):
-        with pytest.raises(DataError, match=f"{said}.*annotations"):
+    for split in ("all", "test"):
+        with pytest.raises(DataError, match=f"has no COCO json for '{split}': .*annotations"):
             open_instances(str(data / "val" / "images"), split)
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c: c["annotations"][1].update(category_id=99), r"annotation 2 is of category 99, .* 2 categories"),
+        (lambda c: c["annotations"][1].update(category_id=99), r"annotation 2 is of category 99, none of the 2"),
         (lambda c: c["annotations"][1].update(image_id=5), r"annotation 2 is of image 5, which is not among the 2"),
         (lambda c: c["images"][0].update(file_name="gone.png"), r"changed.json lists the image 'gone.png', which is"),
         (lambda c: c["annotations"][1]["segmentation"].update(size=[5, 5]), r"annotation 2: its mask is 5 x 5 pixels"),
@@ -183,22 +183,8 @@ def replacements(content: object, path: tuple = ()) -> list[tuple]:
 def test_no_damage_of_a_file_gives_anything_but_a_message_of_ours(data, tmp_path):
     original = (data / "val" / "instances.json").read_text()
     rng = np.random.default_rng(0)
-    values = [
-        None,
-        -1,
-        0,
-        1.5,
-        10**30,
-        float("nan"),
-        True,
-        "",
-        "x",
-        "../x",
-        [],
-        [[]],
-        {},
-        {"counts": "", "size": [64, 96]},
-    ]
+    values = [None, -1, 0, 1.5, 10**30, float("nan"), True, "", "x", "../x", [], [[]], {}]
+    values.append({"counts": "", "size": [64, 96]})
     places = replacements(json.loads(original))[1:]
     opened = 0
     for _ in range(200):

@@ -15,8 +15,7 @@ from everytoken_lab.data.datasets import DataError
 from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.data.loader import Loader
 from everytoken_lab.dense.common import resized
-from everytoken_lab.dense.segment.augment import SegmentTransform, distort
-from everytoken_lab.dense.segment.data import MaskReader, divided, open_masks, read_classes
+from everytoken_lab.dense.segment.data import MaskReader, SegmentTransform, distort, divided, open_masks, read_classes
 from everytoken_lab.dense.segment.options import MaskOptions, SegmentAugment
 
 
@@ -104,7 +103,7 @@ def test_a_missing_mask_a_wrong_size_and_an_unknown_value_are_named(tmp_path, ma
     data = open_masks(str(tmp_path), "train")
     with pytest.raises(ImageError, match=r"images/train/1\.png is 56 x 48 pixels, and .*1\.png says 30 x 20"):
         data.mask(1, data.picture(1).size)
-    with pytest.raises(ImageError, match=r"0\.png: value 3 \(first at x 0, y 0; 2688 pixels.*values 0 to 2, and 255"):
+    with pytest.raises(ImageError, match=r"0\.png: value 3 \(first at x 0, y 0; 2688 pixels.* 0 to 2"):
         data.mask(0, data.picture(0).size)
     save(tmp_path / "masks/train/0.png", np.zeros((48, 56, 3)))
     with pytest.raises(ImageError, match=r"one channel.*mode RGB"):
@@ -122,12 +121,12 @@ def test_wrong_folders_and_class_files_are_named(tmp_path):
     with pytest.raises(DataError, match=r"no class file \(classes\.txt, classes\.json\)"):
         open_masks(str(tmp_path), "train")
     (tmp_path / "classes.txt").write_text("a\nb")
-    with pytest.raises(DataError, match="value 1 is the class 'b' and is also ignored"):
+    with pytest.raises(DataError, match=r"ignored value 1 .* is the class 'b'"):
         open_masks(str(tmp_path), "train", MaskOptions(ignore_index=(1,)))
     with pytest.raises(DataError, match="no 'test' part"):
         open_masks(str(tmp_path), "test")
     assert read_classes(tmp_path / "classes.txt", 1) == {1: "a", 2: "b"}
-    with pytest.raises(DataError, match="ignore_index has 70000"):
+    with pytest.raises(DataError, match=r"ignored value 70000 .* is not in 0 to 65535"):
         open_masks(str(tmp_path), "train", MaskOptions(ignore_index=(70000,)))
 
 

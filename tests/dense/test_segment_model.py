@@ -26,32 +26,12 @@ from everytoken_lab.dense.segment.model import (
     SegmenterInfo,
     UperHead,
     load_segmenter,
-    mmseg_name,
     pixel_loss,
 )
 from everytoken_lab.dense.segment.options import NEW_RUN, DecoderOptions, EvalOptions, SegmentOptions
 from everytoken_lab.engine.recipe import apply, header, read_recipe, recipe_names
-from everytoken_lab.models.open import Description
+from everytoken_lab.models.description import Description
 from everytoken_lab.training.options import BackboneOptions
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "decoder", "millions"),
-    [
-        ("lvvit_s", 512, DecoderOptions(head="fcn"), 30),
-        ("lvvit_s", 512, DecoderOptions(channels=256), 44),
-        ("lvvit_m", 512, DecoderOptions(channels=256), 77),
-        ("lvvit_l", 448, DecoderOptions(channels=512, aux_channels=512), 209),
-        ("swin_tiny_patch4_window7_224", 512, DecoderOptions(), 60),
-        ("swin_small_patch4_window7_224", 512, DecoderOptions(), 81),
-        ("swin_base_patch4_window7_224", 512, DecoderOptions(), 121),
-    ],
-)
-def test_parameters_are_those_of_the_papers_tables(name, size, decoder, millions):
-    with torch.device("meta"):
-        backbone = timm.create_model(name, img_size=size, num_classes=0)
-        model = Segmenter(Features(backbone), decoder, 150)
-    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
 
 
 @pytest.mark.parametrize("name", [n for n in recipe_names() if n.startswith("segment_")])
@@ -101,7 +81,11 @@ def test_the_interpolated_neck_equals_a_slow_version():
 
 def test_convolutions_start_as_mmcvs():
     head = UperHead([16, 24], 5, 64)
-    for conv, fan_out in ((head.fuse[0], 64 * 9), (head.lateral[0][0], 64), (FcnHead([16], 3, 64).convs[0][0], 64 * 9)):
+    for conv, fan_out in (
+        (head.fuse[0], 64 * 9),
+        (head.lateral[0][0], 64),
+        (FcnHead([16], 3, 64, 1, 0.1).convs[0][0], 64 * 9),
+    ):
         assert float(conv.weight.detach().std()) == pytest.approx((2 / fan_out) ** 0.5, rel=0.1)
     assert float(head.classifier[1].weight.detach().std()) == pytest.approx(0.01, rel=0.2)
 
@@ -139,7 +123,7 @@ def test_upernet_equals_a_slow_version_written_out():
 
 
 def test_fcn_looks_at_one_map_only():
-    head = FcnHead([4, 6], 3, 8, convs=2, index=0).eval()
+    head = FcnHead([4, 6], 3, 8, 2, 0.1, index=0).eval()
     maps = [torch.randn(1, 4, 5, 5), torch.randn(1, 6, 3, 3)]
     out = head(maps)
     assert out.shape == (1, 3, 5, 5)
@@ -396,25 +380,6 @@ class Released(torch.nn.Module):
         out = [run_conv_bn(conv, grid) for conv, grid in zip(head.fpn_convs, levels[:3], strict=True)] + levels[3:]
         out = run_conv_bn(head.fpn_bottleneck, torch.cat([up(grid, out[0].shape[2:]) for grid in out], 1))
         return up(head.conv_seg(out), images.shape[2:])
-
-
-RELEASED = {
-    "s": (384, 16, 6, 64, 2, 32, 256, 256),
-    "m": (512, 20, 8, 64, 2, 32, 256, 256),
-    "l": (768, 24, 12, 128, 1, 28, 512, 512),
-}
-
-
-@pytest.mark.parametrize(("name", "millions"), [("s", 44), ("m", 77), ("l", 209)])
-def test_every_weight_of_a_released_segmenter_has_a_place_here(name, millions):
-    options = apply(SegmentOptions(), read_recipe(f"segment_lvvit_{name}_upernet"), name)
-    with torch.device("meta"):
-        released = Released(*RELEASED[name])
-        backbone = timm.create_model(f"lvvit_{name}", img_size=16 * RELEASED[name][5], num_classes=0)
-        ours = Segmenter(Features(backbone), options.decoder, 150)
-    renamed = {mmseg_name(key): value.shape for key, value in released.state_dict().items()}
-    assert renamed == {key: value.shape for key, value in ours.state_dict().items()}
-    assert round(sum(p.numel() for p in released.parameters()) / 1e6) == millions
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def examined(wrong):
 
 
 def et_doctor(path, **options):
-    from everytoken_lab.doctor import diagnose
+    from everytoken_lab.doctor.diagnose import diagnose
     from everytoken_lab.progress import Progress
 
     return diagnose([str(path)], Progress, workers=0, labels=True, **options)
@@ -56,8 +56,12 @@ def test_exchanged_labels_are_the_most_doubtful_ones(examined):
         ("class-1", "class-0"), ("class-2", "class-1"), ("class-0", "class-2")}  # fmt: skip
     assert len(rows) <= doubtful.LEAST
     page = (folder / "doubtful.html").read_text()
-    assert page.count('<img src="data:image') == len(rows)
-    assert "train/class-1/x.1.png" in page
+    facts = json.loads(page.split('id="facts">')[1].split("</script>")[0])
+    shown = [
+        (facts["labelling"]["names"][photo["label"][0]], photo["key"], photo["split"]) for photo in facts["photos"]
+    ]
+    assert shown == [(row["label"], row["path"], row["split"]) for row in rows]
+    assert all(photo["picture"].startswith("data:image/") for photo in facts["photos"])
     assert str(len(rows)) in finding.what
     assert "--corrections" in finding.todo
 

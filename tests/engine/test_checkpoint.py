@@ -49,12 +49,6 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, name, damage):
     assert "step-00000002" in told[0]
 
 
-def test_without_any_whole_checkpoint_there_is_none(tmp_path):
-    assert ck.newest_good(tmp_path) is None
-    (save(tmp_path, 1) / "state.pt").unlink()
-    assert ck.newest_good(tmp_path) is None
-
-
 @contextmanager
 def full_disk(size):
     """No file may grow beyond some bytes: to the program, a disk that is full."""

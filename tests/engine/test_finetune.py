@@ -20,7 +20,8 @@ from everytoken_lab.engine.loop import _is_another
 from everytoken_lab.engine.optim import learning_rate
 from everytoken_lab.engine.options import ModelOptions, OptimOptions, TrainOptions
 from everytoken_lab.engine.recipe import apply, read_recipe
-from everytoken_lab.models.open import Description, open_model
+from everytoken_lab.models.description import Description
+from everytoken_lab.models.open import open_model
 from everytoken_lab.training.build import build
 from everytoken_lab.training.inputs import complete
 
@@ -114,6 +115,20 @@ def test_a_teacher_of_more_classes_answers_for_those_of_the_data_by_name(objecti
     torch.testing.assert_close(answer.logits, logits[:, [2, 4, 1]])
     torch.testing.assert_close(answer.token_logits, cells[..., [2, 4, 1]])
     parts.step.train()(Batch(images, torch.tensor([0, 2])))["loss"].backward()
+
+
+def test_a_teacher_teaches_its_tokens_whatever_its_classes(photos, tmp_path):
+    source = a_run(tmp_path / "teacher", class_names=("x", "class-2", "class-0"), token_names=())
+    chosen = replace(options(photos, "", teacher=str(source)), objectives={"feature_distillation": {}})
+    parts = build(replace(chosen, mixing={"cutmix": {}}), ALONE)
+    assert list(parts.step.objectives) == ["hard", "feature_distillation"]
+    assert not any("not used" in note for note in parts.notes)
+    result = parts.step.train()(Batch(torch.rand(2, 3, 32, 32), torch.tensor([0, 2])))
+    assert 0 < float(result["feature_distillation/token"]) < 2
+    result["loss"].backward()
+    assert parts.step.objectives["feature_distillation"].projection.weight.grad.abs().sum() > 0
+    with pytest.raises(EverytokenError, match=r"needs a teacher .* or stored features"):
+        build(replace(options(photos, ""), objectives={"feature_distillation": {}}), ALONE)
 
 
 def test_a_teacher_without_the_classes_of_the_data_is_refused_unless_it_only_guides_the_mixing(photos, tmp_path):
@@ -260,7 +275,6 @@ def test_the_tag_of_a_teacher_is_recorded(photos):
     for teacher, full in (("regnety_160", "regnety_160.sw_in12k_ft_in1k"), ("regnety_160.deit_in1k",) * 2):
         made = complete(TrainOptions(data=str(photos), model=ModelOptions(teacher=teacher)))
         assert made.model.teacher == full
-    assert complete(TrainOptions(model=ModelOptions(teacher="fit:maps"))).model.teacher == "fit:maps"
 
 
 def test_without_a_recipe_the_rate_follows_the_square_root_of_the_batch(photos):

@@ -19,7 +19,7 @@ from everytoken_lab.engine.recipe import apply, flat, read_recipe, recipe_names
 
 OURS = {  # of no paper
     *("small_32", "small_32_align", "small_32_drloc", "small_32_token", "small_64", "small_64_drloc", "small_64_token"),
-    *("small_96", "small_96_token", "small_224_token", "detect_small"),
+    *("small_96", "small_96_token", "small_224_token", "detect_small", "deit_small_self"),
 }
 SPEED = {"amp"}  # what a recipe may set besides
 
@@ -157,10 +157,9 @@ ADE20K_SWIN = ADE20K | {"min_lr": 0.0, "test_scales": (0.5, 0.75, 1.0, 1.25, 1.5
 COCO = {"batch": 16, "processes": 1, "opt": "adamw", "lr": 1e-4, "rule": "constant", "weight_decay": 0.05}
 COCO |= {"sched": "multistep", "decay_rate": 0.1, "warmup_iters": 500, "warmup_lr": 1e-4 * 1e-3, "longest": 1333}
 COCO |= {"sizes": (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800), "hflip": 0.5, "crop": 0.5}
-COCO |= {"class_agnostic": False}
 ONE, THREE = ({"epochs": 12, "decay_milestones": (8, 11)}, {"epochs": 36, "decay_milestones": (27, 33)})
-MASK = COCO | {"detector": "mask", "box_head": "mlp", "box_loss": "l1"}
-CASCADE = COCO | {"detector": "cascade", "box_head": "conv", "box_loss": "giou"}
+MASK = COCO | {"detector": "mask"}
+CASCADE = COCO | {"detector": "cascade"}
 TINY, SMALL, BASE = ({"model": f"swin_{size}_patch4_window7_224.ms_in1k"} for size in ("tiny", "small", "base"))
 
 DENSE = {

@@ -57,6 +57,23 @@ def test_the_log_states_lambda_of_drloc(photos, tmp_path, capsys, given, weight)
     assert f"drloc: weight={weight}, variant='l1', distances divided by the grid's size" in capsys.readouterr().out
 
 
+def test_json_is_all_that_is_printed_on_stdout(photos, tmp_path, capsys):
+    assert main(["train", str(photos), *TINY, "--epochs", "1", "--out", str(tmp_path / "run"), "--json"]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert (result["run"], result["epochs"]) == (str(tmp_path / "run"), 1)
+    assert "best top-1" in printed.err
+
+
+def test_the_help_begins_with_the_flags_of_its_first_example(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    minutes = text.index("--minutes FLOAT")
+    assert minutes < text.index("--model STR")
+    assert "(default: 20)" in text[minutes : text.index("--model STR")]
+
+
 @pytest.mark.timeout(900)  # six starts of the whole program
 def test_kills_at_random_moments_do_not_change_the_result(photos, tmp_path, start):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -105,17 +122,6 @@ def test_sigterm_to_the_whole_group_saves_and_exits_with_143(photos, tmp_path):
     assert list((tmp_path / "r/checkpoints").glob("step-*"))
 
 
-def test_another_batch_goes_on_with_the_next_epoch(photos, tmp_path, capsys):
-    words = ["train", str(photos), *TINY, "--out", str(tmp_path / "r")]
-    assert main([*words, "--epochs", "1", "-b", "4"]) == 0
-    assert main([*words, "--epochs", "2", "-b", "8"]) == 0
-    text = capsys.readouterr().out
-    assert "the global batch is 8 now and was 4\n" in text
-    assert "continuing from step-00000009: epoch 2, 0 of its 4 updates done" in text
-    assert "is finished" not in text
-    assert [(row["epoch"], row["step"]) for row in rows(tmp_path / "r")] == [(1, 9), (2, 13)]
-
-
 def test_a_finished_run_without_its_checkpoints_is_not_trained_over(photos, tmp_path, capsys):
     out = tmp_path / "r"
     words = ["train", str(photos), *TINY, "--epochs", "1", "--out", str(out)]
@@ -149,15 +155,6 @@ def test_finetuning_changes_resolution_and_classes(photos, tmp_path, capsys):
     assert "left out" in capsys.readouterr().out
     assert open_model(tmp_path / "t").info.class_names == ("own-0", "own-1")
     assert "weight_decay: 0.05" in (tmp_path / "t/config.yaml").read_text()
-
-
-def test_a_dry_run_prints_the_plan_and_writes_nothing(photos, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", str(photos), *TINY, "--dry-run"]) == 0
-    text = capsys.readouterr().out
-    for word in ("parameters", "updates", "learning rate", "images/s", "about"):
-        assert word in text
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

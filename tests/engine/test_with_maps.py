@@ -18,11 +18,11 @@ TINY = [
 ]
 
 
-def make_store(photos, path, names, grid=(5, 6)):
+def make_store(photos, path, names, grid=(5, 6), top=2):
     data = open_dataset(photos, "train")
     rng = np.random.default_rng(0)
     keys = [data.key(i) for i in range(len(data))]
-    top = min(2, len(names))
+    top = min(top, len(names))
     with MapWriter(path, keys, StoreMeta(grid, top, tuple(names))) as writer:
         for key in writer.pending_keys():
             classes = np.stack([rng.permutation(len(names))[:top] for _ in range(grid[0] * grid[1])]).reshape(
@@ -117,17 +117,18 @@ def test_a_trained_run_teaches_online_and_by_distillation(photos, tmp_path):
         assert any(key.startswith(name) for key in terms(tmp_path / name))
 
 
-def test_a_store_that_is_not_used_is_mentioned(photos, own, tmp_path, capsys):
-    assert main(["train", str(photos), *TINY, "--maps", str(own), "--out", str(tmp_path)]) == 0
-    assert "not used by any objective" in capsys.readouterr().out
+def test_stored_features_teach_and_score_maps_are_no_features(photos, foreign, tmp_path, capsys):
+    words = ["train", str(photos), *TINY, "--set", "objectives.feature_distillation={}", "--out", str(tmp_path / "run")]
+    assert main([*words, "--maps", str(foreign)]) == 2
+    assert "keeps the best 2 of 9 classes, so these are no features" in capsys.readouterr().err
+    features = make_store(photos, tmp_path / "features", [f"channel {i}" for i in range(4)], top=4)
+    assert main([*words, "--maps", str(features)]) == 0
+    assert "feature_distillation/token" in terms(tmp_path / "run")
 
 
-def test_the_network_that_fit_has_kept_can_teach(photos, own, backbone, tmp_path, capsys):
+def test_the_network_that_fit_has_kept_can_teach(photos, backbone, tmp_path):
     fit = ["--annotator", "fit", "--fit-model", backbone, "--workers", "0", "--device", "cpu"]
     assert main(["annotate", str(photos), "--out", str(tmp_path / "maps"), *fit]) == 0
-    words = ["--teacher", f"fit:{tmp_path / 'maps'}", "--set", "objectives.online_token={}"]
+    words = ["--teacher", str(tmp_path / "maps/annotator"), "--set", "objectives.online_token={}"]
     assert main(["train", str(photos), *TINY, *words, "--out", str(tmp_path / "run")]) == 0
     assert "online_token/token" in terms(tmp_path / "run")
-    words[1] = f"fit:{own}"
-    assert main(["train", str(photos), *TINY, *words, "--out", str(tmp_path / "other")]) == 2
-    assert "keeps no network of its own" in capsys.readouterr().err

@@ -41,18 +41,8 @@ def train(model: torch.nn.Module, steps: int) -> torch.nn.Module:
 
 
 def tiny_vit(**more):
-    return timm.create_model(
-        "vit_tiny_patch16_224",
-        **{
-            "img_size": SIZE,
-            "patch_size": PATCH,
-            "embed_dim": 48,
-            "depth": 3,
-            "num_heads": 3,
-            "num_classes": 4,
-            **more,
-        },
-    )
+    small = {"img_size": SIZE, "patch_size": PATCH, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 4}
+    return timm.create_model("vit_tiny_patch16_224", **(small | more))
 
 
 @pytest.fixture(scope="session")

@@ -46,14 +46,6 @@ def test_shares_of_a_vit_are_followed_by_hand():
     assert story.share == pytest.approx(expected[-1], rel=1e-4)
     torch.testing.assert_close(story.aligned.flatten(), shares[1:], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(story.start.flatten(), start)
-    assert len(story.likeness) == 2
-
-
-def test_likeness_to_an_unmixed_image_is_one_half_where_both_are_the_same():
-    torch.manual_seed(0)
-    own, _ = two()
-    story = follow_mix(TokenModel(tiny_vit(depth=2)).eval(), own, own, draw_box(0.4, (32, 32)))
-    np.testing.assert_allclose(story.likeness, 0.5, atol=1e-4)
 
 
 @pytest.mark.parametrize(

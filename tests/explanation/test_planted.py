@@ -22,13 +22,6 @@ def shown():
     return planted(24, seed=1000)
 
 
-def test_the_model_has_learnt_to_find_both_squares(finder, shown):
-    images, labels, _ = shown
-    with torch.no_grad():
-        found = finder(images).topk(2)[1]
-    assert (found.sort(1)[0] == labels.sort(1)[0]).float().mean() > 0.9
-
-
 def test_relevance_of_each_class_lies_on_its_own_square(finder, shown):
     images, labels, mask = shown
     assert mask.mean() == 4 / 64

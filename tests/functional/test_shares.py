@@ -160,24 +160,14 @@ def test_presence_is_one_inside_an_image_under_convolution_and_fluctuates_under_
         for k in range(3):
             if 0 <= i + k - 1 < 9:
                 matrix[i, i + k - 1] = kernel[k]
-    presence = S.token_presence(matrix)
+    presence = S.row_normalised(matrix).sum(-2)
     torch.testing.assert_close(presence[2:-2], torch.ones(5))
     attention = (4 * torch.randn(2, 9, 9, generator=rng)).softmax(-1)
-    presence = S.token_presence(attention)
+    presence = S.row_normalised(attention).sum(-2)
     torch.testing.assert_close(presence, attention.sum(-2))
     torch.testing.assert_close(presence.sum(-1), torch.full((2,), 9.0))
     assert presence.max() > 1.5
     assert presence.min() < 0.5
-
-
-def test_the_rmse_of_targets_needs_only_the_shares(rng):
-    K = 12
-    ratio, r = torch.rand(6, generator=rng), torch.rand(6, generator=rng)
-    own, partner = torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([5, 1, 3, 2, 1, 0])
-    a, b = F.one_hot(own, K), F.one_hot(partner, K)
-    difference = (ratio[:, None] * a + (1 - ratio[:, None]) * b) - (r[:, None] * a + (1 - r[:, None]) * b)
-    torch.testing.assert_close(S.target_rmse(ratio, r, own != partner, K), difference.square().mean().sqrt())
-    torch.testing.assert_close(S.target_rmse(ratio, r), (ratio - r).square().mean().sqrt())
 
 
 def test_similarity_names_the_source_of_unmixed_tokens(rng):

@@ -2,11 +2,14 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import timm
 import torch
 from torch import nn
 
+import everytoken as et
 from everytoken.maps import MapWriter, StoreMeta
 
 PAGE = Path(__file__).parents[2] / "docs" / "token-targets.md"
@@ -46,3 +49,38 @@ def test_the_snippet_of_the_page_trains_a_model_on_a_store(tmp_path, monkeypatch
     exec(code, names)
     assert names["loss"].isfinite()
     assert not torch.equal(model.token_head.weight, before)
+
+
+def test_the_snippets_about_dense_targets_and_features_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[1:]
+    assert len(blocks) == 3
+    torch.manual_seed(0)
+    model = et.TokenModel(timm.create_model("vit_nano_patch4_32", num_classes=5), token_classes=5)
+    images, keys = torch.randn(4, 3, 32, 32), ["a.jpg", "b.jpg"]
+    view = model(images)
+    made = []
+
+    def create_model(name, **settings):
+        made.append(name)
+        return timm.create_model("test_resnet")
+
+    names = {
+        "et": et,
+        "model": model,
+        "batch": et.Batch(images),
+        "keys": keys,
+        "StoreMeta": StoreMeta,
+        "timm": SimpleNamespace(create_model=create_model),
+        "tokens_of": lambda key: np.random.randn(16, 16, 384),
+        "class_logits": view.logits,
+        "token_logits": view.token_logits,
+        "labels": torch.arange(4),
+        "soft": torch.rand(view.token_logits.shape).softmax(-1),
+    }
+    for block in blocks:
+        exec(block, names)
+        names["loss"].backward()
+        names["loss"] = torch.zeros((), requires_grad=True)
+    assert made == ["resnet50"]
+    assert names["distillation"].projection.out_features == 384

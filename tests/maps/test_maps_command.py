@@ -90,7 +90,7 @@ def test_a_sheet_shows_what_is_worth_looking_at_or_what_is_named(data, capsys):
 
 def test_mistakes_are_explained_without_a_traceback(data, capsys):
     for words, expected in (
-        (["sheet", data / "maps", "dog/0.jpg"], "Did you mean 'dog/0.x.jpg'"),
+        (["sheet", data / "maps", "dog/0.jpg"], "has no map of 'dog/0.jpg'"),
         (["sheet", data / "maps", "dog/5.x.jpg"], "skipped (truncated)"),
         (["sheet", data / "maps", "--images", data / "nowhere"], "no image folder"),
         (["sheet", data / "maps", "--out", data / "x.nonsense"], "cannot write"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
+from everytoken.maps import Maps
 from everytoken.maps.errors import StoreError
 from everytoken.maps.released import read_released, released_path
 from everytoken_lab.maps.released import import_released
@@ -45,7 +45,7 @@ def test_a_tree_of_released_maps_is_kept_exactly(tmp_path):
     _, notes = import_released(tmp_path / "pt", tmp_path / "s", progress=lambda *step: seen.append(step))
     assert seen[-1] == (70, 70)
     assert "'squash' is assumed" in notes[0]
-    store = Maps(tmp_path / "s", check=True)
+    store = Maps(tmp_path / "s")
     assert store.key(0) == "n00/n00_0"
     assert (store.meta.grid, store.meta.top_k, store.meta.resize_mode) == ((15, 15), 5, "squash")
     assert store.read(0).size == (0, 0)
@@ -276,15 +276,3 @@ def test_the_released_path_is_the_last_folder_and_the_name_up_to_the_first_dot()
     assert released_path("train/n01/n01_1.JPEG") == "n01/n01_1.pt"
     assert released_path("deep/er/a.b.c.jpg") == "er/a.pt"
     assert released_path("flat.jpg") == "flat.pt"
-
-
-def test_more_than_65535_classes_are_kept_as_32_bits(tmp_path):
-    ids = np.array([[[70000, 65536, 3]]], np.uint32)
-    one = ScoreMap(np.zeros((1, 1, 3), np.float16), ids, (1, 1))
-    meta = StoreMeta((1, 1), 3, num_classes=70001)
-    with MapWriter(tmp_path / "s", ["a"], meta) as writer:
-        writer.write({"a": one})
-        writer.finalize()
-    found = Maps(tmp_path / "s")["a"]
-    assert found.classes.dtype == np.uint32
-    assert found == one

@@ -46,7 +46,7 @@ def test_reading_gives_back_exactly_what_was_written(tmp_path_factory, case):
     with MapWriter(folder, maps, meta, shard_size) as writer:
         writer.write(maps)
         writer.finalize()
-    store = Maps(folder, check=True)
+    store = Maps(folder)
     assert list(store) == sorted(maps)
     for i, key in enumerate(store):
         found = store[key]
@@ -100,15 +100,14 @@ def test_a_skipped_image_is_counted_and_listed_and_not_in_the_store(filling, tmp
         store.read(36)
 
 
-def test_an_unknown_key_is_named_with_the_nearest_ones(filling, tmp_path):
+def test_an_unknown_key_is_named_beside_one_that_there_is(filling, tmp_path):
     filling.fill(tmp_path / "s")
     store = Maps(tmp_path / "s")
-    key = store.key(3)
     with pytest.raises(KeyError) as error:
-        store["/somewhere/" + key]
+        store["/somewhere/" + store.key(3)]
     assert isinstance(error.value, EverytokenError)
     assert str(tmp_path / "s") in str(error.value)
-    assert f"Did you mean {key!r}" in str(error.value)
+    assert f"such as {store.key(0)!r}" in str(error.value)
     assert store.get("no such key") is None
     assert 7 not in store
 
@@ -119,13 +118,12 @@ def checksum_of_all(maps: Maps) -> int:
 
 def test_a_store_goes_to_spawned_workers_at_little_cost(filling, tmp_path):
     filling.fill(tmp_path / "s")
-    maps = Maps(tmp_path / "s", check=False)
+    maps = Maps(tmp_path / "s")
     key = maps.key(0)
     maps[key]  # something is mapped now, and must not be pickled
     raw = pickle.dumps(maps)
     assert len(raw) < 5000
     again = pickle.loads(raw)
-    assert again.check is False
     assert again[key] == maps[key]
     assert len(again) == len(maps)
     assert pickle.loads(pickle.dumps(maps[key])) == maps[key]
@@ -143,7 +141,7 @@ def test_many_threads_read_the_same_maps(filling, tmp_path, monkeypatch):
     with ThreadPoolExecutor(8) as pool:
         sums = list(pool.map(checksum_of_all, [maps] * 24))
     assert set(sums) == {checksum_of_all(Maps(tmp_path / "s"))}
-    assert len(maps._shards) == 3
+    assert len(maps._shards) < 3 + 8  # each thread may add one to a full table
 
 
 def test_a_store_tells_what_it_is(filling, tmp_path):
@@ -174,7 +172,6 @@ def test_reading_notices_a_changed_record(filling, tmp_path):
     key = Maps(tmp_path / "s").key(2)
     raw[raw.index(filling.make_map(key).scores.tobytes()) + 5] ^= 4
     path.write_bytes(raw)
-    Maps(tmp_path / "s", check=False)[key]
     with pytest.raises(StoreDamagedError, match=re.escape(key)):
         Maps(tmp_path / "s")[key]
 
@@ -184,7 +181,7 @@ def test_a_truncated_or_missing_shard_is_an_error_that_names_it(filling, tmp_pat
     path, whole = list_shards(tmp_path / "s")[1], list_shards(tmp_path / "s")[1].read_bytes()
     path.write_bytes(whole[:-5])
     with pytest.raises(StoreDamagedError, match=r"shard-00001-of-00005\.safetensors is damaged"):
-        Maps(tmp_path / "s").read(9)
+        Maps(tmp_path / "s")
     path.write_bytes(whole)
     store = Maps(tmp_path / "s")
     path.unlink()
@@ -257,32 +254,6 @@ def test_shards_are_safetensors_files_that_anybody_can_open(filling, tmp_path):
     assert tuple(tensors["area"][0]) == maps.read(0).area
     with safe_open(path, "numpy") as file:
         assert file.metadata()["format"] == "everytoken-maps"
-
-
-def test_the_index_is_made_once_and_again_when_it_is_gone_damaged_or_of_other_shards(filling, tmp_path):
-    filling.fill(tmp_path / "s")
-    path, keys = tmp_path / "s/index.safetensors", list(Maps(tmp_path / "s"))
-    good, made = path.read_bytes(), path.stat().st_mtime_ns
-    assert list(Maps(tmp_path / "s")) == keys
-    assert path.stat().st_mtime_ns == made
-    filling.fill(tmp_path / "other", n=30)
-    other = (tmp_path / "other/index.safetensors").read_bytes()
-    for bad in (
-        b"",
-        b"nonsense",
-        other,
-        good[:-1] + bytes([good[-1] ^ 1]),
-        good[:-90] + bytes([good[-90] ^ 1]) + good[-89:],
-    ):
-        path.write_bytes(bad)
-        maps = Maps(tmp_path / "s")
-        assert [maps[key] == filling.make_map(key) for key in keys] == [True] * len(keys)
-        assert path.read_bytes() == good
-    path.unlink()
-    (tmp_path / "victim").write_bytes(b"precious")
-    path.symlink_to(tmp_path / "victim")
-    assert len(Maps(tmp_path / "s")) == len(keys)
-    assert (tmp_path / "victim").read_bytes() == b"precious"
 
 
 def test_what_is_no_store_is_explained(tmp_path):

@@ -128,7 +128,7 @@ def test_mixers_that_draw_on_the_token_grid_ask_for_it_and_others_do_not():
     """A guess would be boxes of 2x2 tokens on a grid of 8x8."""
     images = torch.rand(4, 3, 32, 32)
     guide = guide_for(vit(), images, torch.arange(4))
-    asking = {"mixtoken", "random", "block", "maskmix", "tokenmix", "smmix"}
+    asking = {"mixtoken", "random", "block", "tokenmix"}
     mixers = [(kind(), name in asking) for name, kind in MIXERS.items()]
     mixers += [(CutMix(patches=True), True), (OneOf([CutMix(), MixToken()]), True), (OneOf([CutMix(), MixUp()]), False)]
     for mixer, asks in [*mixers, (Compose(MixUp(), MixToken()), True)]:

@@ -14,15 +14,12 @@ from everytoken.mixing.guided import (
     GuidedMixer,
     PuzzleMix,
     SaliencyMix,
-    SMMix,
     TokenMix,
     best_mask,
     contrast_saliency,
     energy,
-    identity_moves,
     places,
 )
-from everytoken.mixing.methods import MaskMix
 from everytoken.mixing.mix import apply_to_pixels, mix_image_target, mix_token_target
 
 GUIDED = [kind for kind in MIXERS.values() if issubclass(kind, GuidedMixer)]
@@ -115,29 +112,10 @@ def test_token_mix_weighs_the_label_by_what_is_shown():
     assert not torch.allclose(mix.ratio, mix.mask.mean((1, 2)), atol=1e-3)
 
 
-def test_smmix_lays_the_best_square_of_the_partner_over_the_least_of_the_own_image():
-    importance = torch.zeros(2, 8, 8)
-    importance[0, 5:7, 4:6], importance[1, 0:2, 1:3] = 1, 1  # the best squares, where the side is 2
-    importance[0, 2:, :4] += 0.1
-    mix = SMMix(smallest=0.25, largest=0.25).draw(2, (32, 32), (8, 8), rng(), guide=lambda _: importance)
-    mixed = apply_to_pixels(numbered(2), mix)
-    for image, (row, column) in enumerate([(0, 1), (5, 4)]):
-        foreign = mixed[image, 0] != image
-        assert int(foreign.sum()) == 64
-        assert set(mixed[image, 1][foreign].tolist()) == set(map(float, range(row * 4, row * 4 + 8)))
-        assert set(mixed[image, 2][foreign].tolist()) == set(map(float, range(column * 4, column * 4 + 8)))
-        top = torch.nonzero(foreign)[0] // 4
-        covered = importance[image, top[0] : top[0] + 2, top[1] : top[1] + 2].mean()
-        squares = torch.nn.functional.avg_pool2d(importance[image, None, None], 2, 1)
-        assert float(covered) == float(squares.min())
-    torch.testing.assert_close(mix.ratio, torch.full((2,), 1 - 4 / 64))
-
-
-@pytest.mark.parametrize("kind", [SMMix, PuzzleMix])
-def test_token_targets_move_with_the_pixels(kind):
+def test_token_targets_move_with_the_pixels():
     """A label that says its image and place comes out where the pixels of that image and place do."""
     importance = torch.rand(2, 4, 4, generator=torch.Generator().manual_seed(5))
-    mixer = kind() if kind is SMMix else kind(blocks=(4,), levels=1, smooth=0.1, move=0.01)
+    mixer = PuzzleMix(blocks=(4,), levels=1, smooth=0.1, move=0.01)
     mix = mixer.draw(2, (4, 4), (4, 4), rng(2), guide=lambda _: importance)
     images = torch.arange(32).view(2, 1, 4, 4).float()
     scores = torch.full((2, 4, 4, 32), -100.0)
@@ -165,20 +143,11 @@ def test_shares_average_to_the_ratio_and_the_target_is_the_classic_one(seed, nam
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 1000), name=st.sampled_from(["cutmix", "random", "block", "maskmix"]))
+@given(seed=st.integers(0, 1000), name=st.sampled_from(["cutmix", "random", "block"]))
 def test_mixing_twice_with_a_symmetric_mask_is_the_identity(seed, name):
     mix = MIXERS[name](mode="batch").draw(4, (32, 32), (8, 8), rng(seed))
     images = numbered(4)
     assert torch.equal(apply_to_pixels(apply_to_pixels(images, mix), mix), images)
-
-
-def test_maskmix_swaps_squares_that_are_larger_than_a_token():
-    mix = MaskMix(scale=4).draw(2, (56, 56), (14, 14), rng(8))
-    tokens = mix.mask[0, ::4, ::4]
-    assert 0 < float(tokens.mean()) < 1
-    for i, j in itertools.product(range(0, 14, 4), repeat=2):
-        assert tokens[i : i + 4, j : j + 4].unique().numel() == 1
-    assert torch.equal(tokens.repeat_interleave(4, 0).repeat_interleave(4, 1), mix.mask[0])
 
 
 def slow_saliency(image, windows=(12, 24, 48, 28, 56, 112)):
@@ -248,4 +217,4 @@ def test_blocks_move_to_where_they_are_shown():
     moved = places(shown, importance, price=0.01)
     assert moved[0, 0, 0] == 2 * 4 + 3
     assert sorted(moved.flatten().tolist()) == list(range(16))
-    assert torch.equal(places(shown, importance, price=1e6), identity_moves(4, 4, None)[:, 0])
+    assert places(shown, importance, price=1e6).flatten().tolist() == list(range(16))

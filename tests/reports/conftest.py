@@ -1,5 +1,7 @@
 """Runs for reports: two seeds of a plain and of an every-token model, really trained, on small photos."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,11 @@ COMMON = [
     "--img-size", "32", "--epochs", "2", "--warmup-epochs", "0", "--batch-size", "12", "--workers", "0",
     "--log-interval", "1", "--aa", "", "--reprob", "0", "--device", "cpu", "--threads", "1",
 ]  # fmt: skip
+
+
+def facts_of(page: Path) -> dict:
+    """What a page holds."""
+    return json.loads(re.search(r'<script type="application/json" id="facts">(.*?)</script>', page.read_text())[1])
 
 
 @pytest.fixture(scope="session")

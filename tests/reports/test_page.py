@@ -4,80 +4,71 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from html.parser import HTMLParser
-from importlib import resources
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from everytoken_lab.calibration import Calibration
 from everytoken_lab.cli import main
-from everytoken_lab.draw import rgb
+from everytoken_lab.data.augment import eval_view
 from everytoken_lab.engine.run_folder import read_run
 from everytoken_lab.evaluation.calibrated import validation_set
-from everytoken_lab.reports.charts import Series, line_chart, thin, ticks
+from everytoken_lab.evaluation.run import network_inputs
+from everytoken_lab.reports.page import POINTS, render, thin
+from everytoken_lab.reports.photos import choose, labelling, photos
 from everytoken_lab.reports.predictions import CACHE, predict_run
-from everytoken_lab.reports.samples import choose, token_pictures
+
+from .conftest import facts_of
 
 
-class Page(HTMLParser):
-    """Collects what the tests ask for, and checks that elements are closed in order."""
-
-    VOID = frozenset({"meta", "link", "img", "br", "line", "circle", "polyline"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.images: list[dict] = []
-        self.charts: list[dict] = []
-        self.addresses: list[str] = []
-        self.ids: list[str] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        values = dict(attrs)
-        if tag not in self.VOID:
-            self.open.append(tag)
-        if tag == "img":
-            self.images.append(values)
-        if tag == "svg":
-            self.charts.append(values)
-        self.ids += [values["id"]] if "id" in values else []
-        self.addresses += [values[name] for name in ("src", "href") if name in values]
-
-    def handle_startendtag(self, tag, attrs):
-        pass
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def write(trained, out, *words: str) -> str:
+def write(trained, out, *words: str) -> dict:
     assert main(["report", str(trained / "runs"), "--out", str(out), *words]) == 0
-    return out.read_text(encoding="utf-8")
+    return facts_of(out)
 
 
 def test_the_page_has_everything_and_asks_for_nothing_from_outside(trained, tmp_path, capsys):
-    text = write(trained, tmp_path / "report.html", "--samples", "4", "--title", "A <b> & title")
+    page = tmp_path / "report.html"
+    facts = write(trained, page, "--samples", "4", "--title", "A <b> & title")
     assert "report.html" in capsys.readouterr().out
-    page = Page(text)
-    assert "<h1>A &lt;b&gt; &amp; title</h1>" in text
-    for words in (
-        "token minus plain, seed by seed (1, 2)", "95 % interval", "Confusion matri",
-        "objectives.token_labeling.class_target",
-        "recall %: token", "Learning rate", "Images per second", "Waiting for data", "best top-1 %",
-        "Nothing was skipped", "Training: token_labeling/token", "Validation loss",
-    ):  # fmt: skip
-        assert words in text, words
-    assert all(a.startswith(("data:", "#")) for a in page.addresses)
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
-    assert {a[1:] for a in page.addresses if a.startswith("#")} <= set(page.ids)
-    assert all("alt" in image for image in page.images)
-    assert len(page.images) >= 2 * 3  # a photo and what the tokens of each group say
-    assert all(chart["aria-label"] and chart["role"] == "img" for chart in page.charts)
-    assert all(json.loads(chart["data-chart"]) for chart in page.charts if "data-chart" in chart)
+    text = page.read_text()
+    assert '<h1 id="title">A &lt;b&gt; &amp; title</h1>' in text
+    assert facts["title"] == "A <b> & title"
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+    assert not re.search(r'(?:src|href)="(?!data:|#)', text)
+    assert facts["details"][0].startswith("token minus plain, seed by seed (1, 2)")
+    assert "objectives.token_labeling.class_target" in dict(facts["settings"])
+    columns = {"score", "val_loss", "loss", "token_labeling/token", "lr", "images_per_second", "waiting", "grad_norm"}
+    assert columns <= {column for run in facts["runs"] for column in run["curves"]}
+    assert [model["name"] for model in facts["models"]] == ["plain", "token"]
+    assert len(facts["photos"]) == 12
+    looked = [photo for photo in facts["photos"] if "tokens" in photo["answers"][0]]
+    assert len(looked) == 4
+    for answer in (answer for photo in looked for answer in photo["answers"]):
+        assert len(answer["tokens"]["top"]) == 8 * 8 == len(answer["tokens"]["percent"])
+        assert set(map(str, answer["tokens"]["top"])) == set(answer["tokens"]["names"])
+        assert sum(answer.get("mask", [96 * 96])) > 0
+
+
+def test_nothing_that_a_name_says_becomes_a_part_of_the_page():
+    hostile = "</script><script>alert(1)</script><!-- & \u2028 {{ facts }} {{ title }} \\ \udce9"
+    page = render(hostile, {"classes": [hostile], hostile: hostile})
+    harmless = render("", {})
+    for letters in ("<script", "</script", "<!--", "&"):
+        assert page.count(letters) == harmless.count(letters) + {"&": 16}.get(letters, 0)  # escaped in <title> and <h1>
+    content = page.split('id="facts">')[1].split("</script>")[0]
+    facts = json.loads(content)
+    assert facts["classes"] == [hostile]
+    assert facts[hostile] == hostile
+    assert content.isascii()
+
+
+def test_addresses_on_a_page_have_no_passwords():
+    address = "https://user:S3CRET@host/train.tar?signature=S3CRET"
+    page = render(address, {"details": [address], "labelling": {"data": address}, "settings": [("data", [address])]})
+    assert "S3CRET" not in page
+    assert page.count("https://host/train.tar") == 6
 
 
 def test_in_a_folder_of_runs_the_one_with_plain_labels_is_the_baseline(trained, tmp_path):
@@ -92,14 +83,13 @@ def test_in_a_folder_of_runs_the_one_with_plain_labels_is_the_baseline(trained, 
 
 
 def test_numbers_on_the_page_are_those_of_the_runs(trained, tmp_path):
-    text = write(trained, tmp_path / "report.html", "--no-predictions")
-    for kind in ("plain", "token"):
-        for seed in (1, 2):
-            rows = (trained / f"runs/{kind}-seed{seed}/metrics.jsonl").read_text().splitlines()
-            score = [json.loads(r) for r in rows if '"epoch"' in r and '"score"' in r][-1]["score"]
-            row = re.search(rf">{kind}-seed{seed}</th>.*?</tr>", text)
-            assert f"<td>{score:.2f}</td>" in row[0]
-    assert "left out on request" in text
+    facts = write(trained, tmp_path / "report.html", "--no-predictions")
+    assert len(facts["runs"]) == 4
+    for run in facts["runs"]:
+        rows = (trained / "runs" / run["name"] / "metrics.jsonl").read_text().splitlines()
+        assert run["score"] == [json.loads(r) for r in rows if '"epoch"' in r and '"score"' in r][-1]["score"]
+    assert facts["notes"] == ["Predictions were left out on request."]
+    assert facts["photos"] == facts["models"] == []
 
 
 def test_predictions_are_those_of_eval_and_are_kept(trained, photos, capsys):
@@ -118,31 +108,66 @@ def test_predictions_are_those_of_eval_and_are_kept(trained, photos, capsys):
     assert told[-1] == 12
 
 
-def test_samples_show_calibrated_probabilities_and_none_of_few_images(trained, photos):
+def drawn(runs, count: int = 0, split: str = "") -> list:
+    return photos(runs, count, "cpu", split, lambda done, total: None)
+
+
+def test_photos_show_calibrated_probabilities_and_none_of_few_images(trained):
     found = predict_run(read_run(trained / "runs/token-seed1"), "cpu")
     assert found.calibration is None  # of 12 images
-    opened = found.model()
+    assert not any("times" in photo["answers"][0] for photo in drawn([found]))
+    opened, place = found.model(), {key: i for i, key in enumerate(found.keys)}
     for temperature in (0.1, 3.0):
-        calibrated = replace(found, calibration=SimpleNamespace(temperature=temperature))
-        picture, (sure,), _ = token_pictures(calibrated, [5])
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (opened.info.mean, opened.info.std))
-        pixels = torch.from_numpy(np.array(picture[0])).permute(2, 0, 1) / 255
+        calibrated = replace(found, calibration=Calibration(temperature, 12, (), (), ()))
+        rows = drawn([calibrated], 12)
+        _, images = network_inputs(opened.info, [found.data.picture(place[row["key"]]) for row in rows])
         with torch.no_grad():
-            logits = opened.model(((pixels - mean) / std)[None]).logits
-        assert sure == pytest.approx((logits / temperature).softmax(-1).max().item(), rel=1e-4)
+            logits = opened.model(images).logits / temperature
+        assert [row["answers"][0]["p"] for row in rows] == pytest.approx(logits.softmax(-1).amax(-1).tolist(), abs=1e-3)
+        for row, values in zip(rows, logits, strict=True):
+            if not row["answers"][0]["right"]:
+                gap = values[row["answers"][0]["top"][0]] - values[row["label"][0]]
+                assert row["answers"][0]["times"] == pytest.approx(min(gap.exp().item(), np.exp(12)), rel=1e-2)
 
 
-def test_samples_are_equally_many_of_what_each_set_of_groups_gets_right():
-    right = np.array([[1, 1, 0, 0, 0, 0, 1, 1], [1, 0, 1, 0, 0, 0, 1, 1]], bool)
-    sure = np.linspace(0.1, 0.9, 8)
-    groups = [
-        SimpleNamespace(group=name, predictions=SimpleNamespace(correct=row, confidence=sure))
-        for name, row in zip(("plain", "token"), right, strict=True)
-    ]
-    picked = choose(groups, 8)
-    assert picked[:4] == [(5, "wrong"), (4, "wrong"), (2, "right: token"), (1, "right: plain")]
-    assert [why for _, why in picked[4:]] == ["right", "right"]
-    assert {why for _, why in choose(groups[:1], 4)} == {"wrong", "right"}
+def test_tokens_and_mask_lie_where_the_network_saw_them(trained):
+    found = predict_run(read_run(trained / "runs/token-seed1"), "cpu")
+    (row, *_) = drawn([found], 12)
+    _, placement = eval_view(found.model().info)(found.data.picture(found.keys.index(row["key"])))
+    (width, _, x), (_, height, y) = placement.tolist()
+    assert row["answers"][0]["tokens"]["area"] == pytest.approx([x, y, x + width, y + height])
+
+
+def answers(label, top, sure, loss) -> SimpleNamespace:
+    correct = np.array(label) == np.array(top)
+    parts = {"label": np.array(label), "correct": correct, "confidence": np.array(sure), "loss": np.array(loss)}
+    return SimpleNamespace(predictions=SimpleNamespace(**parts))
+
+
+def test_mistakes_of_any_run_come_first_by_doubt_and_a_quarter_of_the_tokens_are_of_right_answers():
+    first = answers([0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 1, 0], [0.9, 0.9, 0.8, 0.7, 0.6, 0.5], [3, 0.1, 0.2, 0.3, 1, 0.7])
+    second = answers(
+        [0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0], [0.9, 0.9, 0.8, 0.7, 0.6, 0.5], [0.1, 0.1, 5, 0.3, 0.5, 0.7]
+    )
+    chosen, detailed = choose([first, second], 4)
+    assert chosen == [2, 0, 4, 1, 3, 5]
+    assert detailed == {2, 0, 4, 1}
+    assert choose([first], 2) == ([0, 4, 1, 2, 3, 5], {0, 4})
+    assert choose([first], 0)[1] == set()
+
+
+def test_corrections_name_the_split_only_where_it_has_a_folder_and_keep_earlier_ones(trained, tmp_path):
+    found = predict_run(read_run(trained / "runs/plain-seed1"), "cpu")
+    facts = labelling(found)
+    assert facts["split"] == "val"
+    assert facts["earlier"] == []
+    assert facts["names"] == [f"class-{i}" for i in range(3)]
+    table = tmp_path / "earlier.csv"
+    table.write_text("path,label\nclass-0/a.png,class-1\nclass-0/b.png,\n")
+    config = {**found.run.config, "corrections": str(table), "val_split": 0.5}
+    facts = labelling(replace(found, run=replace(found.run, config=config)))
+    assert facts["split"] == ""
+    assert facts["earlier"] == [("class-0/a.png", "class-1", ""), ("class-0/b.png", "", "")]
 
 
 def test_images_are_found_from_any_folder(trained, photos, tmp_path, monkeypatch):
@@ -168,13 +193,12 @@ def test_runs_in_trouble_are_shown_and_told(trained, tmp_path, capsys):
     (runs / "good/bad-updates.jsonl").write_text('{"step": 3}\n')
     (runs / "empty").mkdir()
     assert main(["report", str(runs), str(runs / "empty"), "--out", str(tmp_path / "r.html")]) == 0
-    text = (tmp_path / "r.html").read_text()
-    Page(text)
-    assert "unfinished, 1 of 2 epochs" in text
-    assert "config.yaml is missing" in text
-    assert "cat/&lt;1&gt;.jpg" in text
-    assert "1 updates were left out" in text
-    assert "holds no run" in text
+    facts = facts_of(tmp_path / "r.html")
+    half = next(run for run in facts["runs"] if run["name"] == "half")
+    assert (half["state"], half["epochs"]) == ("unfinished", [1, 2])
+    assert facts["skipped"] == {"cat/<1>.jpg": "torn"}
+    for words in ("config.yaml is missing", "1 updates were left out", "holds no run"):
+        assert any(words in note for note in facts["notes"]), words
     assert "config.yaml is missing" in capsys.readouterr().out
 
 
@@ -184,9 +208,11 @@ def test_lost_images_are_told_and_found_again_with_data(trained, photos, tmp_pat
     (tmp_path / "run/config.yaml").write_text(config.replace(str(photos), "/gone/photos"))
     words = ["report", str(tmp_path / "run"), "--out", str(tmp_path / "r.html")]
     assert main(words) == 0
-    assert "no predictions, because There is no file or folder /gone/photos" in (tmp_path / "r.html").read_text()
+    assert (
+        "no predictions, because There is no file or folder /gone/photos" in facts_of(tmp_path / "r.html")["notes"][0]
+    )
     assert main([*words, "--data", str(photos)]) == 0
-    assert "Confusion matri" in (tmp_path / "r.html").read_text()
+    assert len(facts_of(tmp_path / "r.html")["photos"]) == 12
 
 
 @pytest.mark.parametrize("what", ["nothing", "missing", "file", "folder"])
@@ -207,66 +233,9 @@ def test_what_cannot_be_reported_on_gets_a_message(what, tmp_path, capsys, train
     assert expected[what] in told
 
 
-def test_ticks_are_round_and_cover_the_values():
-    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
-    assert ticks(34.15, 34.4)[0] <= 34.15
-    for low, high in ((0.0, 0.0), (5.0, 5.0), (-3.0, 0.5), (1e-7, 3e-7), (1e6, 1e6 + 1)):
-        found = ticks(low, high)
-        assert found[0] <= low
-        assert found[-1] >= high
-        assert 2 <= len(found) <= 8
-
-
 def test_thinning_keeps_the_mean_and_the_end():
     points = [(float(i), float(i % 7)) for i in range(5000)]
     found = thin(points)
-    assert len(found) <= 250
+    assert len(found) <= POINTS
     assert found[-1] == points[-1]
     assert sum(y for _, y in found) / len(found) == pytest.approx(3.0, abs=0.1)
-
-
-def test_a_line_is_where_its_numbers_are():
-    chart = line_chart("t", "", [Series("a", [(0.0, 0.0), (1.0, 10.0), (2.0, 5.0)], 0)])
-    (x0, y0), (x1, y1), (x2, y2) = chart.lines[0][2]
-    assert x1 - x0 == pytest.approx(x2 - x1)
-    assert y0 - y1 == pytest.approx(2 * (y0 - y2))  # up is less
-    assert line_chart("t", "", [Series("a", [], 0)]) is None
-
-
-def test_foreign_text_stays_text(trained, tmp_path):
-    shutil.copytree(trained / "runs/plain-seed1", tmp_path / "run")
-    (tmp_path / "run/skipped-images.jsonl").write_text('{"key": "<script>alert(1)</script>|x", "reason": "*torn*"}\n')
-    assert main(["report", str(tmp_path / "run"), "--no-predictions", "--out", str(tmp_path / "r.html")]) == 0
-    text = (tmp_path / "r.html").read_text()
-    assert "<script>alert" not in text
-    assert "&lt;script&gt;alert" in text
-
-
-def contrast(first: str, second: str) -> float:
-    """WCAG 2 contrast ratio of two colours, 1 to 21."""
-
-    def luminance(colour: str) -> float:
-        parts = [c / 255 for c in rgb(colour)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    a, b = sorted((luminance(first), luminance(second)), reverse=True)
-    return (a + 0.05) / (b + 0.05)
-
-
-def test_all_text_is_readable_in_light_and_dark():
-    style = (resources.files("everytoken_lab.reports") / "templates/style.css").read_text()
-    light, dark = re.findall(r":root \{(.*?)\n\s*\}", style, re.DOTALL)[:2]
-    for block in (light, dark):
-        colours = dict(re.findall(r"--([a-z0-9]+): (#[0-9a-f]{6})", block))
-        for back in ("bg", "card"):
-            for text in ("ink", "faint", "accent", "good", "bad", "warn"):
-                assert contrast(colours[text], colours[back]) >= 4.5, (text, back)
-            assert all(contrast(colours[f"s{i}"], colours[back]) >= 3 for i in range(8))
-        for percent in range(0, 101, 10):  # of the confusion matrix: half of the accent at most
-            back = [
-                b + percent / 200 * (a - b) for a, b in zip(*(rgb(colours[n]) for n in ("accent", "bg")), strict=True)
-            ]
-            assert contrast(colours["ink"], "#" + "".join(f"{round(c):02x}" for c in back)) >= 4.5
-    assert "calc(var(--p, 0%) / 2)" in style
-    assert contrast("#ffffff", "#000000") == pytest.approx(21)

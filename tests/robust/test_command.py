@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import everytoken  # noqa: F401
 from everytoken_lab.cli import main
-from everytoken_lab.models.open import Description
+from everytoken_lab.models.description import Description
 from everytoken_lab.robust import RobustOptions, autoattack
 from everytoken_lab.robust import run as robust_run
 from everytoken_lab.robust.gradient_attacks import cross_entropy, value_and_gradient
@@ -66,14 +66,14 @@ def test_one_table_of_clean_corrupted_and_attacked_images(photos, weights, tmp_p
     text = capsys.readouterr().out
     assert "M parameters" in text
     rows = rows_of(tmp_path)
-    for name in ("val", "corrupt contrast", "corrupt fog", "corrupt mean", "corrupt mCE", "corrupt relative mCE",
-                 "attack 1/255", "attack 32/255"):  # fmt: skip
-        assert any(row.startswith(name) for row in rows), name
+    assert set(rows) == {
+        "val", "corrupt contrast", "corrupt fog", "corrupt mean", "corrupt mCE", "attack 1/255", "attack 32/255"
+    }  # fmt: skip
     value = {name: float(row["top-1"]) for name, row in rows.items()}
     assert value["corrupt mean"] == pytest.approx((value["corrupt contrast"] + value["corrupt fog"]) / 2)
     assert value["val"] >= value["attack 1/255"] >= next(v for n, v in value.items() if n.startswith("attack 32/255"))
     assert float(rows["val"]["low"]) <= value["val"] <= float(rows["val"]["high"])
-    assert "corrupt relative mCE" in (tmp_path / "table.txt").read_text()
+    assert "corrupt mCE" in (tmp_path / "table.txt").read_text()
 
 
 def test_real_labels_judge_answers_among_some_of_the_classes_by_imagenets_numbers(photos, weights, tmp_path):
@@ -151,27 +151,24 @@ def attack(weights, photos, out, monkeypatch):
     return sorted(out.glob("*/attacks/*.jsonl"))
 
 
-def test_a_killed_attack_goes_on_to_the_same_log(photos, weights, tmp_path, monkeypatch, capsys):
+def test_a_killed_attack_leaves_the_logs_of_those_before_it(photos, weights, tmp_path, monkeypatch):
     wanted = [path.read_bytes() for path in attack(weights, photos, tmp_path / "whole", monkeypatch)]
     assert len(wanted) == 2
     whole, calls = autoattack.run, []
 
     def killed(*arguments, **options):
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == 4:  # the first of the second eps
             raise KeyboardInterrupt
         return whole(*arguments, **options)
 
     monkeypatch.setattr(autoattack, "run", killed)
-    attack(weights, photos, tmp_path / "killed", monkeypatch)
-    monkeypatch.setattr(autoattack, "run", whole)
-    (log,) = (tmp_path / "killed").glob("*/attacks/*.jsonl")
-    assert len(log.read_text().splitlines()) == 1 + 8
-    with log.open("ab") as file:
-        file.write(b'{"key": "class-2/photo.0.png", "by": ""}\n{"key": "cla')  # torn in the middle of a batch
-    assert [path.read_bytes() for path in attack(weights, photos, tmp_path / "killed", monkeypatch)] == wanted
+    (log,) = attack(weights, photos, tmp_path / "killed", monkeypatch)
+    assert log.read_bytes() in wanted
+    calls[3:] = []
+    calls.insert(0, 0)  # of three batches, none is attacked again: the next call is the fifth
+    assert sorted(p.read_bytes() for p in attack(weights, photos, tmp_path / "killed", monkeypatch)) == sorted(wanted)
     small, large = ([json.loads(line) for line in text.splitlines()[1:]] for text in wanted)
-    capsys.readouterr()
     fallen = [{r["key"] for r in records if r["by"]} for records in (small, large)]
     assert fallen[0] <= fallen[1]
     assert all(r["label"] == NAMES.index(r["key"].split("/")[0]) for r in small)
@@ -244,24 +241,14 @@ def test_bad_folders_and_other_classes_get_clear_errors(photos, weights, tmp_pat
 
 
 def test_transfer_finetunes_evaluates_and_tabulates(photos, weights, tmp_path, capsys):
-    words = [
-        "transfer",
-        str(weights[0]),
-        "--suite",
-        f"mine={photos}",
-        "--recipe",
-        "transfer_cifar10",
-        "--device",
-        "cpu",
-    ]
-    words += ["--workers", "0", "--out", str(tmp_path), "--", "--epochs", "1", "--batch-size", "12", "--img-size", "32"]
-    words += ["--warmup-epochs", "0", "--no-amp", "--repeat-augment", "1"]
+    words = ["transfer", str(weights[0]), "--suite", f"mine={photos}", "--recipe", "transfer_cifar10"]
+    words += ["--device", "cpu", "--workers", "0", "--out", str(tmp_path), "--", "--epochs", "1", "--batch-size", "12"]
+    words += ["--img-size", "32", "--warmup-epochs", "0", "--no-amp", "--repeat-augment", "1"]
     assert main(words) == 0
     rows = rows_of(tmp_path)
     assert rows["mine"]["images"] == 12
     summary = json.loads((tmp_path / "mine" / "summary.json").read_text())
     assert float(rows["mine"]["top-1"]) == pytest.approx(summary["last"]["score"], abs=0.01)
-    assert json.loads((tmp_path / "mine" / "summary.json").read_text()) == summary
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
     config = {"architecture": "vit_tiny_patch16_224", "num_classes": 3, "model_args": TINY, "pretrained_cfg": {}}
     (tmp_path / "hub").mkdir()
@@ -295,13 +282,6 @@ def test_another_token_vote_gives_other_numbers_and_needs_a_token_head(photos, w
     assert float(tops[1]["val"]) == pytest.approx(100 / 3, abs=0.01)
     assert float(tops[1]["attack 1/255"]) == pytest.approx(100 / 3, abs=0.01)
     assert tops[0]["val"] != tops[1]["val"]
-    suite = Suite("v", "val", str(photos / "val"))
-    for vote, top in ((0.0, 0), (10.0, 1)):  # one folder for both: predictions are not taken for each other's
-        options = RobustOptions(workers=0, token_vote=vote, device="cpu")
-        runner = SuiteRunner(str(tmp_path / "m.safetensors"), options, tmp_path / "same")
-        runner.folder = tmp_path / "same"
-        result = runner.evaluate(suite)
-        assert 100 * result.correct.mean() == pytest.approx(tops[top]["val"], abs=0.01)
 
 
 def test_unreadable_images_can_be_left_out_of_everything(photos, weights, tmp_path, monkeypatch, capsys):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,12 +28,16 @@ from everytoken_lab.engine.options import AutoOptions, DataOptions, ModelOptions
 from everytoken_lab.engine.run_folder import read_run
 from everytoken_lab.engine.task import Task
 from everytoken_lab.evaluation.calibrated import read_calibration
+from everytoken_lab.models import open as open_module
 from everytoken_lab.models.open import open_model
 from everytoken_lab.reports.predictions import predict_run
 from everytoken_lab.training import auto as auto_module
 from everytoken_lab.training import inputs as inputs_module
+from everytoken_lab.training import keep as keep_module
+from everytoken_lab.training import tuning as tuning_module
 from everytoken_lab.training.classify import decides_itself
 from everytoken_lab.training.inputs import Inputs
+from everytoken_lab.training.story import Story
 
 QUIET = {"workers": 0, "device": "cpu", "threads": 1, "batch_size": 12}
 
@@ -96,9 +99,9 @@ def test_its_record_says_what_happened_and_nothing_else(result, crossed):
 
 def test_copies_of_held_out_photos_and_unreadable_ones_are_left_out(result):
     lines = dict(line.split("\t") for line in (result.path / "exclude.txt").read_text().splitlines())
-    assert set(lines) == {"class-0/copy.png", "class-1/brighter.png", "class-2/broken.png"}
-    assert lines["class-1/brighter.png"] == "a copy of a held-out photo"
-    assert len(Maps(result.path / "maps")) == 36
+    assert set(lines) == {"class-0/copy.png", "class-2/broken.png"}
+    assert lines["class-0/copy.png"] == "a copy of a held-out photo"
+    assert len(Maps(result.path / "maps")) == 37
 
 
 def test_copies_of_a_photo_are_in_one_fold(folder, weights, tmp_path):
@@ -110,7 +113,7 @@ def test_copies_of_a_photo_are_in_one_fold(folder, weights, tmp_path):
     Image.fromarray(brighter).save(own / "class-0/nearly-the-same.png")
     data = open_dataset(own, "train")
     choice = features_module.choose_backbone(data, [features_module.Candidate(weights)], tmp_path, workers=0)
-    choice, groups = auto_module._without_copies(choice, data, seed=0)
+    choice, groups = auto_module.without_copies(choice, data, seed=0)
     at = {data.key(i): i for i in range(len(data))}
     pair = [at[f"class-0/{source.name}"], at["class-0/nearly-the-same.png"]]
     assert groups[pair[0]] == groups[pair[1]]
@@ -120,7 +123,7 @@ def test_copies_of_a_photo_are_in_one_fold(folder, weights, tmp_path):
 
 def test_the_kept_model_is_compared_on_photos_that_neither_has_seen(result):
     content = story(result)["result"]
-    rival = auto_module._answers(result.path / "linear/on-held-out.npz")
+    rival = keep_module.saved_answers(result.path / "linear/on-held-out.npz")
     assert content["gain"][0] == pytest.approx(content["fine-tuned"] - rival.accuracy.value)
     kept = result.path / content["kept"] / "best.safetensors"
     if content["kept"] == "linear":
@@ -151,17 +154,17 @@ def test_such_a_model_is_not_evaluated_on_the_photos_that_it_knows(crossed, caps
     assert main(["eval", str(crossed.path), "--workers", "0", "--device", "cpu"]) == 2
     error = capsys.readouterr().err
     assert "trained on all of its photos" in error
-    assert f"everytoken eval {crossed.path} DATA" in error
+    assert "Name photos that it has not seen" in error
 
 
 def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rivals_have_not_seen_them(
     folder, weights, tmp_path, monkeypatch
 ):
     fitted: list[set[str]] = []
-    real = auto_module._head
+    real = auto_module.fitted_head
     monkeypatch.setattr(
         auto_module,
-        "_head",
+        "fitted_head",
         lambda choice, data, rows: (fitted.append({data.key(i) for i in rows}), real(choice, data, rows))[1],
     )
     listed = tmp_path / "exclude.txt"
@@ -177,7 +180,7 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
         exclude=str(listed),
         **QUIET,
     )
-    tuning = auto_module._fine_tuning(run.path, TrainOptions())
+    tuning = auto_module.read_tuning(run.path, TrainOptions())
     halves = [part.splits(tuning)[0] for part in (Inputs().only("train"), Inputs().only("held out"))]
     whole = Inputs().undivided(tuning)
     assert set(halves[0].keys()) | set(halves[1].keys()) == set(whole.keys())
@@ -185,7 +188,7 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
     assert fitted == [set(half.keys()) for half in halves]
     assert len(set(whole.keys()) & {"class-1/again.png", "class-1/photo.0.png"}) == 1
     assert not {"class-2/broken.png", "class-0/photo.0.png"} & set(whole.keys())
-    assert len(auto_module._answers(run.path / "linear/on-held-out.npz")) == len(whole)
+    assert len(keep_module.saved_answers(run.path / "linear/on-held-out.npz")) == len(whole)
     for number, half in enumerate(halves, 1):
         log = (run.path / f"fold-{number}/log.txt").read_text()
         assert f"data: {len(half)} training and 0 validation" in log
@@ -194,7 +197,7 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
 def test_the_smaller_half_fills_a_batch_and_too_few_photos_are_not_fine_tuned(folder, weights, tmp_path, caplog):
     own = {"weights": weights, "minutes": 5, "epochs": 1, "workers": 0, "device": "cpu", "threads": 1}
     run = train(folder / "train", out=str(tmp_path / "run"), **own)
-    tuning = auto_module._fine_tuning(run.path, TrainOptions())
+    tuning = auto_module.read_tuning(run.path, TrainOptions())
     halves = [len(Inputs().only(part).splits(tuning)[0]) for part in ("train", "held out")]
     assert halves[0] != halves[1]
     assert yaml.safe_load((run.path / "recipe.yaml").read_text())["batch_size"] == min(halves)
@@ -212,9 +215,9 @@ def test_the_smaller_half_fills_a_batch_and_too_few_photos_are_not_fine_tuned(fo
 def test_a_better_fine_tuned_model_is_trained_on_all_photos_and_judged_by_its_twin(
     folder, weights, tmp_path, monkeypatch, divided, capsys
 ):
-    monkeypatch.setattr(auto_module, "MIX", 0.5)
-    better = auto_module.Verdict(stats.Estimate(5.0, 1.0, 9.0), True, False, "by far")
-    monkeypatch.setattr(auto_module, "compared", lambda *_: better)
+    monkeypatch.setattr(keep_module, "MIX", 0.5)
+    better = keep_module.Verdict(stats.Estimate(5.0, 1.0, 9.0), True, False, "by far")
+    monkeypatch.setattr(keep_module, "compared", lambda *_: better)
     data = folder if divided else folder / "train"
     run = train(data, weights=weights, out=str(tmp_path / "run"), epochs=2, minutes=5, lr=0.01, **QUIET)
     content = story(run)["result"]
@@ -231,8 +234,8 @@ def test_a_better_fine_tuned_model_is_trained_on_all_photos_and_judged_by_its_tw
         assert "in 2-fold cross-validation of 38 photos; models of cross-validation saw 50 %" in content["text"]
         assert main(["eval", str(run.path), "--workers", "0", "--device", "cpu"]) == 2
         assert "trained on all of its photos" in capsys.readouterr().err
-    tuning = auto_module._fine_tuning(run.path, TrainOptions())
-    twins = auto_module._judge(run.path, tuning, Inputs(), crossed=not divided)
+    tuning = auto_module.read_tuning(run.path, TrainOptions())
+    twins = keep_module.judge(run.path, tuning, Inputs(), crossed=not divided)
     predicted = predict_run(read_run(run.path), "cpu")
     assert len(twins.answers) == (12 if divided else 38)
     assert predicted.predictions.correct.tolist() == twins.answers.correct.tolist()
@@ -261,17 +264,16 @@ def test_a_model_is_better_only_beyond_chance(loss, wrong, verdict, words):
         top = np.where(correct, 0, 1)[:, None]
         return Predictions(np.arange(20), label, top, np.full(20, 0.9), loss + (loss != 0.1) * noise)
 
-    found = auto_module.compared(answers(np.arange(20) >= 10, 0.1), answers(np.arange(20) >= wrong, loss))
+    found = keep_module.compared(answers(np.arange(20) >= 10, 0.1), answers(np.arange(20) >= wrong, loss))
     assert (found.better, found.worse) == (verdict == "better", verdict == "worse")
     assert words in found.words
 
 
-def test_maps_that_know_less_than_the_head_they_come_from_are_refused(monkeypatch, tmp_path):
-    photos, start = SimpleNamespace(num_classes=10), SimpleNamespace(fit=SimpleNamespace(accuracy=0.8))
-    for agree, fine in ((0.75, True), (0.11, False)):
-        monkeypatch.setattr(auto_module, "summarise", lambda *_, agree=agree: SimpleNamespace(images_agree=agree))
-        with nullcontext() if fine else pytest.raises(EverytokenError, match="11%"):
-            assert "75%" in auto_module._agreement(photos, start, tmp_path)
+def test_maps_that_know_less_than_the_head_they_come_from_are_refused(folder, weights, monkeypatch, tmp_path):
+    monkeypatch.setattr(auto_module, "run_job", lambda *_: None)
+    monkeypatch.setattr(auto_module, "summarise", lambda *_: SimpleNamespace(images_agree=0.11))
+    with pytest.raises(EverytokenError, match="the class of 11%"):
+        train(folder, weights=weights, out=str(tmp_path / "run"), epochs=1, maps="auto", **QUIET)
 
 
 def test_later_commands_find_the_held_out_photos_by_themselves(result, tmp_path, monkeypatch, capsys):
@@ -296,7 +298,7 @@ def test_decisions_are_a_recipe_that_can_be_edited_and_run_again(result, folder,
 
 def test_the_average_follows_the_number_of_updates(folder, weights, tmp_path, monkeypatch):
     monkeypatch.setattr(auto_module, "train_with", lambda *_, **__: None)
-    monkeypatch.setattr(auto_module, "_keep", lambda *_: {"text": "stopped here", "kept": "linear"})
+    monkeypatch.setattr(auto_module, "keep", lambda *_: {"text": "stopped here", "kept": "linear"})
     for epochs, decay in ((2, 0.95), (200, round(1 - 5 / 600, 4))):  # of three updates
         out = tmp_path / f"run{epochs}"
         train(folder, weights=weights, out=str(out), epochs=epochs, minutes=5, **QUIET)
@@ -304,7 +306,7 @@ def test_the_average_follows_the_number_of_updates(folder, weights, tmp_path, mo
 
 
 def test_the_same_call_again_does_nothing_and_decides_nothing(result, folder, weights, monkeypatch):
-    monkeypatch.setattr(auto_module, "_decide", None)
+    monkeypatch.setattr(auto_module, "_look", None)
     again = train(folder, weights=weights, out=str(result.path), epochs=2, maps="auto", **QUIET)
     assert again.history == result.history
 
@@ -353,9 +355,9 @@ def test_new_photos_and_a_new_class_go_on_from_the_last_run(result, folder, weig
 
 @pytest.mark.parametrize("divided", [True, False])
 def test_the_budget_becomes_updates_once(folder, weights, tmp_path, monkeypatch, divided):
-    monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (4.0, 0.0))[1])
+    monkeypatch.setattr(tuning_module, "step_seconds", lambda *_: (4.0, 0.0))
     monkeypatch.setattr(auto_module, "train_with", lambda *_, **__: None)
-    monkeypatch.setattr(auto_module, "_keep", lambda *_: {"text": "stopped here", "kept": "linear"})
+    monkeypatch.setattr(auto_module, "keep", lambda *_: {"text": "stopped here", "kept": "linear"})
     data = folder if divided else folder / "train"
     train(data, weights=weights, out=str(tmp_path / "run"), minutes=10, maps="none", **QUIET)
     values = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
@@ -368,10 +370,12 @@ def test_the_budget_becomes_updates_once(folder, weights, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize(("device", "updates"), [("cpu", 58), ("cuda", 97)])
 def test_loading_costs_time_of_training_where_both_share_the_cores(device, updates, monkeypatch, tmp_path):
-    monkeypatch.setattr(auto_module, "cores", lambda: 2)
+    monkeypatch.setattr(tuning_module, "cores", lambda: 2)
     options = TrainOptions(dataset=DataOptions(workers=2, batch_size=32))
-    job = SimpleNamespace(device=torch.device(device), left=200.0, output=tmp_path, story=auto_module.Story(""))
-    found = auto_module._updates(job, options, (1.0, 4.0), 24, 32, 1)  # a step, loading it
+    monkeypatch.setattr(tuning_module, "step_seconds", lambda *_: (1.0, 4.0))  # a step, loading it
+    job = SimpleNamespace(device=torch.device(device), left=200.0, output=tmp_path, story=Story(""))
+    backbone = SimpleNamespace(model=torch.nn.Linear(2, 2))
+    found = tuning_module.updates_in_time(job, options, backbone, 32, 1)
     assert found == updates  # of 3.3 s: 1.1 times (1 + 4 / 2); or of 2 s: 4 / 2
 
 
@@ -383,20 +387,20 @@ def test_the_backbone_to_fine_tune_suits_the_time_and_can_catch_up(seconds, behi
     def trial(name: str, accuracy: float, cost: float) -> features_module.Trial:
         return features_module.Trial(features_module.Candidate(name, 64), accuracy, 1 - accuracy, 0.0, cost, images=400)
 
-    monkeypatch.setattr(auto_module, "cores", lambda: 1)
-    monkeypatch.setattr(auto_module, "FrozenBackbone", lambda name, *_: SimpleNamespace(name=name))
+    monkeypatch.setattr(tuning_module, "cores", lambda: 1)
+    monkeypatch.setattr(tuning_module, "FrozenBackbone", lambda name, *_: SimpleNamespace(name=name))
     large = SimpleNamespace(name="large", info=SimpleNamespace(img_size=(64, 64), crop_mode="center"), device="cpu")
     trials = (trial("small", 0.8 - behind, 0.01), trial("large", 0.8, 0.2))
     choice = features_module.Choice(large, SimpleNamespace(digests=[]), None, trials)
-    told = auto_module.Story("")
+    told = Story("")
     job = SimpleNamespace(story=told, train=None, features=lambda *_: None, left=seconds)
-    found = auto_module._tunable(job, choice, trainings=1)
+    found = tuning_module.tunable(job, choice, trainings=1)
     assert (None if found is None else found.backbone.name) == chosen
     assert ("Skipping fine-tuning" in "".join(told.lines)) == (chosen is None)
 
 
 def test_without_time_the_linear_head_is_the_result(folder, weights, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (500.0, 0.0))[1])
+    monkeypatch.setattr(tuning_module, "step_seconds", lambda *_: (500.0, 0.0))
     with caplog.at_level(logging.INFO):
         run = train(folder, weights=weights, out=str(tmp_path / "run"), minutes=1, **QUIET)
     assert "Skipping fine-tuning: 40 updates need about" in caplog.text
@@ -406,12 +410,10 @@ def test_without_time_the_linear_head_is_the_result(folder, weights, tmp_path, m
 
 
 def test_a_disk_without_room_for_checkpoints_is_not_filled(folder, weights, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (0.01, 0.0))[1])
-    monkeypatch.setattr(auto_module, "free_disk", lambda path: 10_000)
+    monkeypatch.setattr(tuning_module, "free_disk", lambda path: 10_000)
     with caplog.at_level(logging.INFO):
         run = train(folder, weights=weights, out=str(tmp_path / "run"), minutes=5, **QUIET)
     assert "checkpoints need" in caplog.text
-    assert "mostly about 40 x 36 px" in caplog.text
     assert not (run.path / "fine-tuned").exists()
 
 
@@ -424,7 +426,7 @@ def test_unequal_classes_are_adjusted_for_in_the_head_and_in_training(folder, we
         run = train(unequal, weights=weights, out=str(tmp_path / "run"), epochs=1, minutes=5, **QUIET)
     assert "Imbalance: the largest class" in caplog.text
     assert yaml.safe_load((run.path / "recipe.yaml").read_text())["logit_adjustment"] == 0.5
-    setup = auto_module.build(auto_module._fine_tuning(run.path, TrainOptions()), auto_module.World(0, 1, "cpu"))
+    setup = tuning_module.build(auto_module.read_tuning(run.path, TrainOptions()), tuning_module.World(0, 1, "cpu"))
     counts = np.bincount(setup.train_set.labels)
     wanted = 0.5 * np.log(counts / counts.sum())
     assert setup.step.class_offsets.numpy() == pytest.approx(wanted, abs=1e-5)
@@ -433,11 +435,11 @@ def test_unequal_classes_are_adjusted_for_in_the_head_and_in_training(folder, we
 
 def test_the_batch_is_divided_where_memory_is_scarce(weights, monkeypatch):
     backbone = features_module.FrozenBackbone(weights, 32)
-    monkeypatch.setattr(auto_module, "_free_memory", lambda device: 2**40)
-    assert auto_module._batch_in_memory(backbone, 32, torch.device("cpu")) == 32
+    monkeypatch.setattr(tuning_module, "free_memory", lambda device: 2**40)
+    assert tuning_module.batch_in_memory(backbone, 32, torch.device("cpu")) == 32
     fixed = 5 / 0.7 * sum(p.numel() * 4 for p in backbone.model.backbone.parameters())
-    monkeypatch.setattr(auto_module, "_free_memory", lambda device: fixed + 2**20)
-    assert auto_module._batch_in_memory(backbone, 32, torch.device("cpu")) < 32
+    monkeypatch.setattr(tuning_module, "free_memory", lambda device: fixed + 2**20)
+    assert tuning_module.batch_in_memory(backbone, 32, torch.device("cpu")) < 32
 
 
 @pytest.mark.parametrize(
@@ -463,8 +465,6 @@ def test_a_budget_with_a_recipe_is_a_contradiction(folder, capsys):
         train(folder, recipe="small_32", minutes=3)
     assert main(["train", str(folder), "--recipe", "small_32", "--linear"]) == 2
     assert "without a recipe" in capsys.readouterr().err
-    assert main(["train", str(folder), "--dry-run"]) == 2
-    assert "recipe.yaml" in capsys.readouterr().err
 
 
 def test_without_any_weights_the_way_out_is_named(folder, tmp_path, monkeypatch):
@@ -480,7 +480,6 @@ def test_the_card_of_a_linear_head_tells_what_happened(crossed, tmp_path):
     assert "in cross-validation of its 39 images; the model itself was then fitted on all of them" in card
     for untrue in ("adamw", "epoch", "rand-m9", "smoothing", "pip install", "https://pypi"):
         assert untrue not in card.lower()
-    assert "calibration error" not in card  # 38 images say nothing about it
 
 
 def test_explain_and_predict_show_one_probability(crossed, folder, tmp_path):
@@ -504,7 +503,7 @@ def test_a_calibration_is_of_the_weights_that_it_was_made_with(crossed, tmp_path
 
 @pytest.fixture
 def openings(monkeypatch):
-    """Reads of (dataset, split) and of weights."""
+    """Datasets that are walked, weights that are found, and files of weights that are read."""
     seen: list[str] = []
 
     def watch(module, name, what):
@@ -513,6 +512,7 @@ def openings(monkeypatch):
 
     watch(datasets, "_read_tree", lambda tree, *_: f"data {tree.name}")
     watch(inputs_module, "open_weights", lambda source, *_: f"weights {source}")
+    watch(open_module, "read_weights", lambda path: f"read {path}")
     return seen
 
 
@@ -520,7 +520,9 @@ def test_data_and_weights_are_opened_once(folder, weights, tmp_path, monkeypatch
     monkeypatch.setattr(Task, "is_reported", True)
     run = train(folder, weights=weights, epochs=1, out=str(tmp_path / "run"), workers=0, device="cpu", batch_size=8)
     assert (run.path / "report.html").is_file()
-    assert sorted(openings) == [f"data {folder}/train", f"data {folder}/val", f"weights {weights}"]
+    assert len(openings) == len(set(openings))
+    assert {f"data {folder}/train", f"data {folder}/val", f"weights {weights}", f"read {weights}"} <= set(openings)
+    assert sum(name.startswith(("data", "weights")) for name in openings) == 3
 
 
 @pytest.mark.parametrize("divided", [True, False])
@@ -532,5 +534,5 @@ def test_photos_are_opened_once(folder, weights, tmp_path, monkeypatch, openings
     splits = [f"data {data}/train", f"data {data}/val"] if divided else [f"data {data}"]
     starts = ["start.safetensors"] if divided else ["start-1.safetensors", "start-2.safetensors"]
     assert [name for name in sorted(openings) if "data" in name] == splits
-    assert {name for name in openings if "weights" in name} >= {f"weights {run.path / start}" for start in starts}
+    assert set(openings) >= {f"{what} {run.path / start}" for start in starts for what in ("weights", "read")}
     assert len(openings) == len(set(openings))

@@ -22,7 +22,7 @@ from everytoken_lab.calibration import calibrate
 from everytoken_lab.cli import main
 from everytoken_lab.engine.accuracy import MultiLabelPredictions, average_precision
 from everytoken_lab.engine.checkpoint import write_weights
-from everytoken_lab.models.open import Description
+from everytoken_lab.models.description import Description
 from everytoken_lab.training.build import build
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (60, 80, 230)}
@@ -127,8 +127,7 @@ def test_a_run_learns_and_every_command_works_with_it(photos, run, tmp_path, cap
     report = lab.report(run.path, tmp_path / "report.html", samples=4, device="cpu")
     page = (tmp_path / "report.html").read_text()
     assert report.metric == "mAP"
-    assert "average precision %" in page
-    assert "Confusion" not in page
+    assert '"AP": ' in page
     assert lab.report(run.path, samples=0, device="cpu").classes[0].score.value == pytest.approx(
         result.numbers["mAP"])  # fmt: skip
 

@@ -5,11 +5,9 @@
 
 A record of the geometry rides through the pipeline beside the image. It is a `tv_tensors.KeyPoints` with kernels of its
 own: crops, resizes, flips, rotations, affine warps and padding multiply one affine map, in continuous coordinates (the
-centre of the first pixel is 0.5), which is what torchvision does to the pixels. Key points themselves would not do:
-their flip is W - 1 - x and their resize x · s, so they end up to a pixel off. Being key points, the record is refused
-by transforms that cannot follow a point (RandAugment and relatives of torchvision); perspective and elastic warps are
-no affine maps and are refused too. A transform that changes the image's size without telling the record is found by
-the size. What cannot be found is a warp in one's own code that keeps the size and leaves key points alone.
+centre of the first pixel is 0.5), which is what torchvision does to the pixels; its own key points end up to a pixel
+off. Transforms that cannot follow a point, or that are no affine maps, are refused. What cannot be found is a warp in
+one's own code that keeps the size and leaves key points alone.
 
 Images are turned upright by their EXIF orientation before the pipeline, as they were when they were annotated.
 """
@@ -192,17 +190,11 @@ def _whole_pixels(positions: Sequence[float]) -> int:
 if hasattr(F, "clamp_keypoints"):
     F.register_kernel(F.clamp_keypoints, GeometryRecord)(lambda record, *_, **__: record)
 
-_CURVED = "it bends the image, and the labels of tokens are sampled through an affine map. Leave it out."
+_CURVED = "it bends the image, and token labels are sampled through an affine map. Leave it out."
 _MANY = "it makes several images of one. Take one crop (RandomCrop, CenterCrop)."
-_HIDDEN = (
-    "it does not say how it moves the image. Use timm's RandAugment, "
-    "everytoken.data.adapter.RandAugment('rand-m9-mstd0.5-inc1')."
-)
+_HIDDEN = "it does not say how it moves the image. Use everytoken.data.adapter.RandAugment('rand-m9-mstd0.5-inc1')."
 _BATCH = "it mixes a batch. Mix after the loader: images, mix = everytoken.CutMix()(images)."
-_ALONE = (
-    "it takes images alone. Use torchvision.transforms.v2 (for ToTensor: v2.ToImage() and "
-    "v2.ToDtype(torch.float32, scale=True)) and everytoken.data.adapter.RandAugment."
-)
+_ALONE = "it takes images alone. Use torchvision.transforms.v2 and everytoken.data.adapter.RandAugment."
 _REFUSED: dict[tuple[type, ...], str] = {
     (v2.RandAugment, v2.AutoAugment, v2.TrivialAugmentWide, v2.AugMix): _HIDDEN,
     (v2.RandomPerspective, v2.ElasticTransform): _CURVED,
@@ -268,10 +260,8 @@ def _follow(transform: Any, image: Any) -> tuple[Any, pl.Affine]:
             step(image)  # raises an error of its own
             problem = f"it fails when a geometry record rides beside the image ({type(error).__name__}: {error})"
         if problem:
-            raise PipelineError(
-                f"{getattr(step, '__name__', type(step).__name__)} cannot be followed: {problem}. Use transforms of "
-                "torchvision.transforms.v2, and v2.Lambda(function, Image) for functions of pixels that stay in place."
-            )
+            name = getattr(step, "__name__", type(step).__name__)
+            raise PipelineError(f"{name} cannot be followed: {problem}. Use torchvision.transforms.v2.")
         image, record = out
     return image, record.placement()
 
@@ -320,8 +310,7 @@ class WithMaps(Dataset[Sample]):
         if abs(width * map_height - height * map_width) > _ASPECT_TOLERANCE * width * map_height and map_height:
             raise PipelineError(
                 f"{key}: this image has {width}x{height} pixels, but an image of {map_width}x{map_height} was "
-                f"annotated. Either {self.maps.path} is of other images, or the dataset crops its images (do that in "
-                "the transform of with_maps) or does not turn them upright (decode with apply_exif_orientation=True)."
+                f"annotated. Either {self.maps.path} is of other images, or the dataset crops or does not turn them."
             )
         image, placement = _follow(self.transform, image)
         return Sample(image, int(label), placement, score_map, key, index, self.maps.num_classes)
@@ -372,8 +361,7 @@ def with_maps(
     if missing:
         raise PipelineError(
             f"{maps.path} has no map of {len(missing):,} of the {len(names):,} images, such as {missing[0]!r}; its "
-            f"keys look like {next(iter(maps), '')!r}. Annotate these images (`everytoken annotate`), name them as the "
-            "store does (keys=), or leave them out (torch.utils.data.Subset)."
+            f"keys look like {next(iter(maps), '')!r}. Annotate these images, or name them as the store does (keys=)."
         )
     return WithMaps(bare, maps, transform, names)
 
@@ -432,15 +420,9 @@ def _derived_keys(dataset: Any, maps: Maps) -> list[str]:
         root = dataset.reader.root
         samples = [(path,) for path in dataset.filenames(absolute=True)]
     if samples is None or root is None:
-        raise PipelineError(
-            f"{type(dataset).__name__} does not name its images (`samples` and `root`): give their names in the store, "
-            "keys=[...] or keys=lambda index: ..."
-        )
-    root = Path(root)
-    start = os.path.join(root, "")
-    paths = [path.removeprefix(start) for path, *_ in samples]
-    names = [path.replace(os.sep, "/") for path in paths]
-    above = root.resolve().parts[1:]
+        raise PipelineError(f"{type(dataset).__name__} has no `samples` and `root`: name its images by keys=[...].")
+    start, above = os.path.join(root, ""), Path(root).resolve().parts[1:]
+    names = [path.removeprefix(start).replace(os.sep, "/") for path, *_ in samples]
     for depth in range(min(3, len(above) + 1)):
         prefix = "".join(f"{part}/" for part in above[len(above) - depth :])
         if names and prefix + names[0] in maps:
@@ -459,8 +441,7 @@ def _check_class_order(dataset: Any, maps: Maps) -> None:
         if numbers[name] != number:
             raise PipelineError(
                 f"{maps.path} and the dataset have the same classes in another order: {name!r} is class {number} of "
-                f"the maps and {numbers[name]} of the dataset. Number the dataset's as Maps.class_names does "
-                "(ImageFolder: override find_classes; timm: class_map)."
+                f"the maps and {numbers[name]} of the dataset. Number the dataset's as Maps.class_names does."
             )
 
 

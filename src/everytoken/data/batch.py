@@ -54,6 +54,7 @@ class Batch:
         token_target, class_target: ready-made targets [B, h, w] and [B], instead of maps.
         mix: how the images are mixed. Pixels have been mixed already; targets never.
         teacher: a teacher's answer.
+        teacher_tokens: [B, h, w, D] a teacher's tokens of these images before any mixing, on a grid of its own.
         key: what repeats the random draws of this step; None: objectives draw from torch's generator.
     """
 
@@ -70,6 +71,7 @@ class Batch:
     class_target: CompactTarget | None = None
     mix: Mix | None = None
     teacher: TeacherView | None = None
+    teacher_tokens: Tensor | None = None
     key: StepKey | None = None
 
     def __len__(self) -> int:

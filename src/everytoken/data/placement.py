@@ -67,6 +67,19 @@ def to_pixels(placement: Affine, out_size: Sequence[float], in_size: Sequence[fl
     return from_pixels(placement, (1 / out_size[0], 1 / out_size[1]), (1 / in_size[0], 1 / in_size[1]))
 
 
+def from_matrix(matrix: ArrayLike, out_size: Sequence[float], in_size: Sequence[float]) -> Affine:
+    """The placement of a warp by OpenCV, kornia or albumentations.
+
+    Args:
+        matrix: [2, 3] or [3, 3]; maps an input pixel's indices (x, y) to those of the output, so that the centre of the
+            first pixel is 0: kornia's `transform_matrix` of one image.
+        out_size, in_size: (width, height) of the warp's output and input.
+    """
+    forward = np.vstack((np.asarray(matrix, dtype=np.float64)[:2], [0.0, 0.0, 1.0]))
+    centre = np.array([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0]])
+    return from_pixels((centre @ np.linalg.inv(forward) @ np.linalg.inv(centre))[:2], out_size, in_size)
+
+
 def rotation(degrees: float, size: Sequence[float]) -> Affine:
     """The content turns counter-clockwise by `degrees` about the centre of an image of (width, height) pixels.
 

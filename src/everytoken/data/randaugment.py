@@ -3,10 +3,9 @@
 Paper: Cubuk et al., "RandAugment: Practical automated data augmentation with a reduced search space", 2019. The string
 format, the lists of operations, the probabilities and the magnitude scales are timm's (tested against its functions).
 
-What differs: the draw is separate from the doing. `draw` gives the sample's steps from a keyed generator; the geometric
-ones (rotate, shear, translate) become pixel matrices that are composed with crop and flips into one warp, the colour
-ones are done afterwards in the order drawn. Colour and geometry commute except at the fill colour and in statistics
-over the whole image (autocontrast, equalize, contrast), where the warped image now counts.
+What differs: the draw is separate from the doing. The geometric steps (rotate, shear, translate) become pixel matrices
+that are composed with crop and flips into one warp, the colour ones are done afterwards in the order drawn: statistics
+over the whole image (autocontrast, equalize, contrast) are those of the warped image.
 
 Sections of the string: m magnitude (0-10), n operations per image (default 2), p probability of each (0.5),
 mstd standard deviation of the magnitude (over 100: uniform in 0..m), mmax upper bound of the magnitude (10),
@@ -143,27 +142,19 @@ def parse(text: str) -> RandAugment:
         match = re.fullmatch(r"(mstd|mmax|inc|m|n|p)(\d+(?:\.\d+)?)", section)
         if match is None:
             raise EverytokenError(
-                f"aa: section {section!r} in {text!r} is unknown. Known: m9, n2, p0.5, mstd0.5, mmax10, inc1, tweights."
+                f"aa: unknown section {section!r} in {text!r}; there are m, n, p, mstd, mmax, inc, t."
             )
         values[match[1]] = float(match[2])
+    weights = None
     if group:
-        weighted = group != "3a"
         names, raw = tuple(_SETS[group]), np.array(list(_SETS[group].values()))
-        weights = tuple((raw / raw.sum()).tolist()) if weighted else None
+        weights = None if group == "3a" else tuple((raw / raw.sum()).tolist())
     else:
         grow = bool(values.get("inc", 0))
         names = tuple(f"{n}Increasing" if grow and n in _VARIANTS else n for n in _PLAIN) + tuple(_MOVES)
-        weights = None
-    std = values.get("mstd", 0.0)
-    policy = RandAugment(
-        names,
-        weights,
-        count=int(values.get("n", 2)),
-        prob=values.get("p", 0.5),
-        magnitude=values.get("m", _TOP),
-        std=math.inf if std > 100 else std,
-        top=values.get("mmax", _TOP),
-    )
+    std, magnitude, top = values.get("mstd", 0.0), values.get("m", _TOP), values.get("mmax", _TOP)
+    std = math.inf if std > 100 else std
+    policy = RandAugment(names, weights, int(values.get("n", 2)), values.get("p", 0.5), magnitude, std, top)
     if weights is not None and policy.count > len(names):
         raise EverytokenError(f"aa: {text!r} draws {policy.count} different operations from a set of {len(names)}.")
     if not 0 <= policy.prob <= 1:
@@ -174,16 +165,12 @@ def parse(text: str) -> RandAugment:
 def matrix(step: Step, size: tuple[int, int]) -> pl.Affine:
     """The pixel matrix (output position -> input position) of a geometric step on an image of (width, height)."""
     name, (value, *_) = step
-    width, height = size
     if name == "Rotate":
         return pl.to_pixels(pl.rotation(value, size), size, size)
-    if name == "ShearX":
-        return np.array([[1.0, value, 0.0], [0.0, 1.0, 0.0]])
-    if name == "ShearY":
-        return np.array([[1.0, 0.0, 0.0], [value, 1.0, 0.0]])
-    if name == "TranslateXRel":
-        return np.array([[1.0, 0.0, value * width], [0.0, 1.0, 0.0]])
-    return np.array([[1.0, 0.0, 0.0], [0.0, 1.0, value * height]])
+    place = {"ShearX": (0, 1), "ShearY": (1, 0), "TranslateXRel": (0, 2), "TranslateYRel": (1, 2)}[name]
+    moved = pl.identity()
+    moved[place] = value * size[place[0]] if place[1] == 2 else value
+    return moved
 
 
 # Colour operations ----------------------------------------------------------------------------------------------------

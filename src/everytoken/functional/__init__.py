@@ -25,6 +25,7 @@ from everytoken.functional.sampling import (
     SamplingPlan,
     label_tokens,
     plan_sampling,
+    sample_features,
     sample_maps,
     spread,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "mix_with_truth",
     "participating",
     "plan_sampling",
+    "sample_features",
     "sample_maps",
     "spread",
     "vocabulary",

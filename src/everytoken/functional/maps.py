@@ -83,10 +83,8 @@ def vocabulary(classes: np.ndarray, num_classes: int | None = None) -> tuple[np.
     present = np.zeros(num_classes, dtype=bool)
     lowest, highest = int(flat.min(initial=0)), int(flat.max(initial=0))
     if lowest < 0 or highest >= num_classes:
-        raise EverytokenError(
-            f"a score map names class {lowest if lowest < 0 else highest}, but there are only {num_classes} classes: "
-            "it is of another annotator or damaged (`everytoken maps verify`)."
-        )
+        wrong = lowest if lowest < 0 else highest
+        raise EverytokenError(f"a score map names class {wrong}, but there are only {num_classes} classes.")
     present[flat] = True
     words = np.flatnonzero(present)
     table = np.zeros(num_classes, dtype=np.uint8 if len(words) <= 256 else np.int16)

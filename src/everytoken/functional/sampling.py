@@ -185,6 +185,28 @@ def sample_maps(
     return SampledMaps(*_joined(_sample(maps, placement, grid, plan, released), len(maps)))
 
 
+def sample_features(features: Tensor, grid: Size, placement: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Average features over the area of every token, by the code that samples score maps: channels are its classes.
+
+    Args:
+        features: [B, h, w, D] float, of whole images.
+        grid: (H, W), the network's token grid.
+        placement: [B, 2, 3], network input to image, in fractions; None: the network sees the image as it is.
+
+    Returns:
+        ([B, H, W, D] float32, [B, H, W] the part of each token inside the image).
+    """
+    B, h, w, D = features.shape
+    if placement is None:
+        if (h, w) == grid:
+            return features.float(), features.new_ones((B, h, w), dtype=torch.float32)
+        placement = torch.eye(2, 3, device=features.device).expand(B, 2, 3)
+    channels = torch.arange(D, device=features.device)
+    area = _numbers((0.0, 0.0, 1.0, 1.0), features.float()).expand(B, 4)
+    maps = MapBatch(features, channels.to(torch.int16).expand(B, h, w, D), channels.expand(B, D), area, D)
+    return sample_maps(maps, placement, grid)[:2]
+
+
 def _sample(
     maps: MapBatch, placement: Tensor, grid: Size, plan: SamplingPlan | None, released: bool
 ) -> Iterator[tuple[Rows, SampledMaps]]:
@@ -401,7 +423,7 @@ def _to_cells(placement: Tensor, area: Tensor, size: Size) -> Tensor:
 
 
 def _numbers(values: tuple[float, ...], like: Tensor) -> Tensor:
-    """`like.new_tensor(values)`, for which a GPU would be waited for."""
+    """`like.new_tensor(values)` without waiting for the GPU."""
     return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
 
 

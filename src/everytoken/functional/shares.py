@@ -170,33 +170,6 @@ def aligned_cross_entropy(
     raise TypeError(f"both labels must be of one kind, got {type(own).__name__} and {type(partner).__name__}")
 
 
-def token_presence(weights: Tensor) -> Tensor:
-    """Presence p(z) of every input token in all outputs (equation 2), [..., N]; 1 = neither grows nor shrinks.
-
-    Args:
-        weights: [..., M, N], output m is made from inputs n (an attention matrix; any sign). The paper writes its
-            indices once in each order; this is the one its words describe: the columns of the row-normalised matrix
-            are summed.
-    """
-    return row_normalised(weights).sum(-2)
-
-
-def target_rmse(ratio: Tensor, shares: Tensor, differ: Tensor | None = None, num_classes: int | None = None) -> Tensor:
-    """Root mean square error between original and aligned targets (Figure 3), a scalar.
-
-    Args:
-        ratio, shares: [B], the mix ratio and the aligned share.
-        differ: [B] bool, whether own and partner have different classes: where not, both targets are the same.
-        num_classes: None measures the own image's share; K the error per entry of the K-wide targets, which is
-            sqrt(2/K) times as large.
-    """
-    square = (shares - ratio).float().square()
-    if differ is not None:
-        square = square * differ
-    mean = square.mean()
-    return (mean if num_classes is None else mean * 2 / num_classes).sqrt()
-
-
 def similarity_shares(mixed: Tensor, own: Tensor, partner: Tensor) -> Tensor:
     """Reference shares by likeness (Figure 4), [..., N], of tokens [..., N, D] of the mixed image and its two sources.
 

@@ -43,6 +43,30 @@ class CompactTarget:
     weight: Tensor
     num_classes: int
 
+    @classmethod
+    def from_dense(cls, probabilities: Tensor, weight: Tensor | None = None) -> CompactTarget:
+        """Any soft targets, for instance a segmentation's.
+
+        Args:
+            probabilities: [B, ..., K] floats, 0 or more, which should sum to 1 over K. Values are checked on the CPU
+                only: elsewhere that would wait for the device.
+            weight: [B, ...], how much each place counts; None: 1.
+
+        Example: `CompactTarget.from_dense(logits.softmax(-1)).dense()` is `logits.softmax(-1)`.
+        """
+        if probabilities.dim() < 2 or not probabilities.is_floating_point():
+            kind = f"{probabilities.dtype} {list(probabilities.shape)}"
+            raise ValueError(f"dense targets are floats [B, ..., K], got {kind}")
+        looked_at = probabilities.device.type == "cpu" and not torch.compiler.is_compiling()
+        if looked_at and not bool(((probabilities >= 0) & probabilities.isfinite()).all()):
+            raise ValueError("dense targets are probabilities, and some of these are below 0 or not finite")
+        if weight is not None and weight.shape != probabilities.shape[:-1]:
+            raise ValueError(f"weights {list(weight.shape)} do not fit targets {list(probabilities.shape)}")
+        mass = probabilities.detach().to(torch.promote_types(probabilities.dtype, torch.float32))
+        background, K = torch.zeros_like(mass[..., 0]), mass.shape[-1]
+        weight = torch.ones_like(background) if weight is None else weight.to(mass.dtype)
+        return cls(torch.arange(K, device=mass.device).expand(len(mass), K), mass, background, weight, K)
+
     def __len__(self) -> int:
         return self.classes.shape[0]
 
@@ -97,6 +121,15 @@ class CompactTarget:
         with torch.autocast(same.device.type, enabled=False):
             best, place = torch.bmm(self.mass.reshape(B, -1, U), same).max(-1)
         return torch.where(best > 0, self.classes.gather(1, place), -1).view(self.shape)
+
+    def most_confident(self, fraction: float) -> Tensor:
+        """[B, ...] of 0 and 1: round(fraction · tokens) of each image's tokens, at least one, whose label is the
+        surest, by the probability of its most likely class. Tokens without a label come last."""
+        if not 0 < fraction <= 1:
+            raise EverytokenError(f"the fraction of tokens to select must be in (0, 1], got {fraction}.")
+        sure = torch.where(self.weight > 0, self.mass.amax(-1) + self.background, -1.0).flatten(1)
+        place = sure.argsort(dim=1, descending=True, stable=True).argsort(1)
+        return (place < max(1, round(fraction * sure.shape[1]))).to(self.weight.dtype).view(self.shape)
 
     def _spread_classes(self) -> Tensor:
         """classes as [B, ..., U], a view."""

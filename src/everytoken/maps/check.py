@@ -1,7 +1,6 @@
 """Verifying a store: every record of every shard against its checksum, every header, every key.
 
-A single flipped bit is found wherever it is, and the images that it concerns are named. Keys that lead out of a folder
-are a problem, too, whatever their checksum says. The index is made again when it does not fit, so it is not checked.
+A single flipped bit is found wherever it is, and the images that it concerns are named.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ import hashlib
 import json
 import math
 import mmap
-import os
 import re
 import stat
 import zlib
@@ -88,8 +87,7 @@ class StoreMeta:
         mine, theirs = _flat(asdict(self)), _flat(asdict(other))
         names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
         if "annotator.name" in names:  # another annotator has other weights
-            names = [name for name in names if name == "annotator.name" or not name.startswith("annotator.")]
-        names.sort(key=lambda name: (name != "annotator.name", name.startswith("annotator"), "sha256" in name))
+            names = ["annotator.name", *(name for name in names if not name.startswith("annotator."))]
         shown = [(name.removesuffix(".name"), mine.get(name, "none"), theirs.get(name, "none")) for name in names]
         return [f"{name}: {before!s:.60} in the store, {now!s:.60} now" for name, before, now in shown]
 
@@ -152,10 +150,7 @@ def encode_keys(keys: Iterable[str]) -> list[bytes]:
         except (UnicodeEncodeError, AttributeError) as error:
             raise StoreError(f"the key {key!r} is not text in valid Unicode; rename the file.") from error
         if not stays_inside(key):
-            raise StoreError(
-                f"{key!r} cannot be a key: keys are paths relative to the data folder with '/' between the parts, "
-                "without a leading '/', '.', '..' or empty parts."
-            )
+            raise StoreError(f"{key!r} cannot be a key: keys are paths inside the data folder, with '/', without '..'.")
     encoded.sort()
     for before, after in pairwise(encoded):
         if before == after:
@@ -184,33 +179,18 @@ def make_header(metadata: Mapping[str, str], layout: Layout) -> bytes:
     return len(raw).to_bytes(8, "little") + raw
 
 
-def write_tensors(path: Path, metadata: Mapping[str, str], arrays: Mapping[str, NDArray[Any]], rank: int = 0) -> None:
-    """Write a safetensors file, which appears whole or not at all. Give arrays of larger numbers first."""
-    layout = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
-    with files.writing(path, rank) as file:
-        files.write_all(file.fileno(), make_header(metadata, layout))
-        for array in arrays.values():
-            if array.size:
-                files.write_all(file.fileno(), np.ascontiguousarray(array).data)
-
-
 def map_file(path: Path) -> tuple[bytes, mmap.mmap]:
     """The header of a safetensors file, and all of its bytes, memory-mapped."""
     try:
-        file = os.open(path, os.O_RDONLY | files.NEVER_FOLLOW | getattr(os, "O_NONBLOCK", 0))
-        try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise damaged(path, "it is no file")
-            buffer = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
-        finally:
-            os.close(file)
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise damaged(path, "it is a link or no file")
+        with files.open_regular(path) as file:
+            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
         raise damaged(path, "it is missing") from error
     except ValueError as error:
         raise damaged(path, "it is empty") from error
     except OSError as error:
-        if path.is_symlink():
-            raise damaged(path, "it is a link") from error
         raise files.FileError(f"{path} cannot be opened ({error.strerror}).") from error
     length = int.from_bytes(buffer[:8], "little")
     if length > min(_MAX_HEADER, len(buffer) - 8):
@@ -218,24 +198,9 @@ def map_file(path: Path) -> tuple[bytes, mmap.mmap]:
     return buffer[: 8 + length], buffer
 
 
-def map_tensors(header: bytes, buffer: mmap.mmap, layout: Layout) -> dict[str, NDArray[Any]]:
-    """The arrays of a mapped file that holds just these."""
-    arrays, at = {}, len(header)
-    if len(buffer) != at + sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in layout.values()):
-        raise ValueError("a file of another size")
-    for name, (dtype, shape) in layout.items():
-        count = math.prod(shape)
-        arrays[name] = np.frombuffer(buffer, dtype, count, at if count else 0).reshape(shape)
-        at += arrays[name].nbytes
-    return arrays
-
-
 def damaged(path: Path, why: str) -> StoreDamagedError:
     """The error about a bad file."""
-    return StoreDamagedError(
-        f"{path} is damaged: {why}. Restore it from a copy, or delete it and run the command that made the store "
-        "again: it makes only this file."
-    )
+    return StoreDamagedError(f"{path} is damaged: {why}. Restore it, or delete it and annotate again: only it is made.")
 
 
 # Shards
@@ -247,7 +212,8 @@ def list_shards(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("shard-*") if pattern.fullmatch(path.name))
 
 
-def _layout(plan: Plan, count: int, key_bytes: int) -> Layout:
+def shard_layout(plan: Plan, count: int, key_bytes: int = 0) -> Layout:
+    """Types and shapes of a shard with `count` maps, whose keys have `key_bytes` bytes together."""
     cells = (count, *plan.meta.grid, plan.meta.top_k)
     return {
         "area": ("<f8", (count, 4)),
@@ -289,11 +255,16 @@ class Shard:
             self.number = int(metadata["shard"])
             self.skipped = [(key + "", reason + "") for key, reason in json.loads(metadata["skipped"])]
             self.count, key_bytes = content["crc32"]["shape"][0], content["keys"]["shape"][0]
-            layout = _layout(self.plan, self.count, key_bytes)
+            layout = shard_layout(self.plan, self.count, key_bytes)
             good = make_header(_metadata(self.plan, self.number, self.skipped), layout) == header
             good &= path.name == self.plan.shard_name(self.number)
             good &= self.count >= 0 and self.count + len(self.skipped) == len(self.plan.shard_range(self.number))
-            arrays = map_tensors(header, buffer, layout)
+            arrays, at = {}, len(header)
+            for name, (dtype, shape) in layout.items():
+                size = math.prod(shape)
+                arrays[name] = np.frombuffer(buffer, dtype, size, at if size else 0).reshape(shape)
+                at += arrays[name].nbytes
+            good &= at == len(buffer)
             offsets = arrays["key_offsets"]
             good &= bool(offsets[0] == 0 and offsets[-1] == key_bytes and (offsets[1:] >= offsets[:-1]).all())
         except (*BROKEN, StoreError) as error:
@@ -331,16 +302,21 @@ def write_shard(
     skipped: Sequence[tuple[str, str]],
     rank: int = 0,
 ) -> None:
-    """Write a shard of checked maps: `arrays` has size, area, classes and scores, in the order of the sorted keys."""
+    """Write a shard of checked maps, which appears whole or not at all.
+
+    `arrays` has size, area, classes and scores, in the types of the shard and in the order of the sorted keys.
+    """
     keys, offsets = np.frombuffer(b"".join(raw_keys), np.uint8), np.cumsum([0, *map(len, raw_keys)])
-    layout = _layout(plan, len(raw_keys), len(keys))
-    whole = {**arrays, "keys": keys, "key_offsets": offsets, "crc32": np.zeros(len(raw_keys))}
-    content = {name: whole[name].astype(dtype, copy=False) for name, (dtype, _) in layout.items()}
     crc = [zlib.crc32(key) for key in raw_keys]
     for name in RECORD:
-        crc = [zlib.crc32(row.data, before) for row, before in zip(content[name], crc, strict=True)]
-    content["crc32"][:] = crc
-    write_tensors(folder / plan.shard_name(number), _metadata(plan, number, skipped), content, rank)
+        crc = [zlib.crc32(row.data, before) for row, before in zip(arrays[name], crc, strict=True)]
+    content = {**arrays, "keys": keys, "key_offsets": offsets, "crc32": np.array(crc)}
+    layout = shard_layout(plan, len(raw_keys), len(keys))
+    with files.writing(folder / plan.shard_name(number), rank) as file:
+        files.write_all(file.fileno(), make_header(_metadata(plan, number, skipped), layout))
+        for name, (dtype, _) in layout.items():
+            if content[name].size:
+                files.write_all(file.fileno(), content[name].astype(dtype, copy=False).data)
 
 
 def find_plan(folder: Path) -> Plan | None:

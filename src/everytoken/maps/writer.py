@@ -13,12 +13,12 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from everytoken import files
 from everytoken.maps.errors import StoreDamagedError, StoreError, StoreMismatchError, StoreUnfinishedError
@@ -31,10 +31,11 @@ from everytoken.maps.format import (
     encode_keys,
     find_plan,
     list_shards,
+    shard_layout,
     write_shard,
 )
 from everytoken.maps.score_map import ScoreMap, check_maps
-from everytoken.maps.store import INDEX, Maps
+from everytoken.maps.store import Maps
 
 _ALSO_THERE = "annotator"  # an annotator that was trained for this store may be kept in its folder
 _KEPT = "Nothing is lost: finished shards are kept and no torn file is left; the same command continues."
@@ -45,6 +46,15 @@ class Skipped:
     """Stands for an image that has no map, and says why."""
 
     reason: str
+
+
+@dataclass
+class _Filling:
+    """A shard that is being filled: which of its rows were given, their arrays, and reasons why there is none."""
+
+    given: NDArray[np.bool_]
+    arrays: dict[str, NDArray[Any]]
+    reasons: dict[int, str] = field(default_factory=dict)
 
 
 class MapWriter:
@@ -96,17 +106,12 @@ class MapWriter:
             try:
                 files.remove_temporary(self.path, rank, world)
                 self.plan = _begin(self.path, self._keys, meta, shard_size)
-                self._open: dict[int, dict[int, tuple[Any, ...] | str]] = {}  # by shard and position
+                self._open: dict[int, _Filling] = {}
                 mine = range(rank, self.plan.num_shards, world) if retry_skipped else ()
                 self._again = {i for i in mine if (shard := self._done(i)) and shard.skipped}
             except BaseException:
                 self._lock.release()
                 raise
-
-    @property
-    def complete(self) -> bool:
-        """Nothing is left to do, for any process."""
-        return not self.pending_shards(0, 1)
 
     def pending_shards(self, rank: int | None = None, world: int | None = None) -> list[int]:
         """Shards still to be written by one process (this one, if not given): shard i belongs to i % world."""
@@ -131,10 +136,9 @@ class MapWriter:
         return decode_key(self._keys[position])
 
     def write(self, records: Mapping[str, ScoreMap | Skipped]) -> None:
-        """Store the maps of some images by their keys, or say why an image has none.
+        """Store the maps of some images by their keys, or say why an image has none; some 64 at a time are fast.
 
-        Keep to the order of `pending_keys`: a shard counts, and survives a kill, when it is full. Some 64 maps at a
-        time are faster than one by one.
+        Keep to the order of `pending_keys`: a shard counts, and survives a kill, when it is full.
         """
         positions = {key: self._position(key) for key in records}
         maps = {positions[key]: record for key, record in records.items() if isinstance(record, ScoreMap)}
@@ -150,27 +154,28 @@ class MapWriter:
     ) -> None:
         """Store a batch of maps; a shard that becomes full is written at once.
 
-        Batches may cross the border of two shards. Give positions in rising order, so that a kill costs no
-        more than one shard.
-
         Args:
-            positions: [n] in the sorted list of keys.
+            positions: [n] in the sorted list of keys; in rising order, a kill costs no more than one shard.
             scores: [n, h, w, k] logits, descending along k; stored as float16.
             classes: [n, h, w, k] integers, distinct within a cell.
             sizes: [n, 2] (width, height) of the upright images.
             areas: [n, 4] (x0, y0, x1, y1), see ScoreMap.
         """
-        at, meta = [int(position) for position in positions], self.plan.meta
-        keys = [self.key(position) for position in at]
-        shape = (*meta.grid, meta.top_k)
-        arrays = check_maps(keys, meta.num_classes, shape, scores, classes, sizes, areas)
-        for i, position in enumerate(at):
-            self._add(position, tuple(arrays[name][i] for name in RECORD))
+        meta, keys = self.plan.meta, [self.key(position) for position in positions]
+        arrays = check_maps(keys, meta.num_classes, (*meta.grid, meta.top_k), scores, classes, sizes, areas)
+        shards, rows = np.divmod(np.array(positions, np.int64), self.plan.shard_size)
+        for number in np.unique(shards).tolist():
+            some = shards == number
+            filling = self._begin_rows(number, rows[some])
+            for name, array in filling.arrays.items():
+                array[rows[some]] = arrays[name][some]
+            self._finish_rows(number, rows[some])
 
     def skip(self, position: int, reason: str) -> None:
         """Say that an image has no map (unreadable, gone), and why. It is counted and listed."""
-        text = " ".join(str(reason).split()) or "no reason given"
-        self._add(position, text)
+        number, row = divmod(position, self.plan.shard_size)
+        self._begin_rows(number, np.array([row])).reasons[row] = " ".join(str(reason).split()) or "no reason given"
+        self._finish_rows(number, np.array([row]))
 
     def finalize(self) -> Maps:
         """Check that nothing is missing and make the index; returns the store. For rank 0, at the end."""
@@ -208,35 +213,39 @@ class MapWriter:
             raise StoreError(f"{key!r} is not one of the keys that {self.path} was begun with.")
         return position
 
-    def _add(self, position: int, record: tuple[Any, ...] | str) -> None:
-        """Keep a map (its arrays in the order of `RECORD`), or the reason why there is none; write a full shard."""
-        number, plan = position // self.plan.shard_size, self.plan
-        if number not in self._open and number not in self._again and self._done(number):
-            raise StoreError(f"shard {number} of {self.path} is already done; see pending_shards().")
-        records = self._open.setdefault(number, {})
-        if position in records:
-            raise StoreError(f"{self.key(position)!r} was given twice.")
-        records[position] = record
-        span = plan.shard_range(number)
-        if len(records) < len(span):
+    def _begin_rows(self, number: int, rows: NDArray[np.int64]) -> _Filling:
+        """The shard that these rows go to."""
+        if number not in self._open:
+            if number not in self._again and self._done(number):
+                raise StoreError(f"shard {number} of {self.path} is already done; see pending_shards().")
+            count = len(self.shard_range(number))
+            layout = shard_layout(self.plan, count)
+            arrays = {name: np.empty(layout[name][1], layout[name][0]) for name in RECORD}
+            self._open[number] = _Filling(np.zeros(count, bool), arrays)
+        filling = self._open[number]
+        if filling.given[rows].any() or len(np.unique(rows)) < len(rows):
+            raise StoreError(f"{self.shard_keys(number)[int(rows[0])]!r} or another key with it was given twice.")
+        return filling
+
+    def _finish_rows(self, number: int, rows: NDArray[np.int64]) -> None:
+        """Write the shard if it is full."""
+        filling, plan = self._open[number], self.plan
+        filling.given[rows] = True
+        if not filling.given.all():
             return
         del self._open[number]
-        maps = {position: record for position in span if not isinstance(record := records[position], str)}
-        skipped = [(self.key(i), reason) for i in span if isinstance(reason := records[i], str)]
-        shapes = ((2,), (4,), *[(*plan.meta.grid, plan.meta.top_k)] * 2)
-        columns = zip(*maps.values(), strict=True) if maps else [[]] * 4
-        arrays = {
-            name: np.array(list(column)).reshape(-1, *shape)
-            for name, column, shape in zip(RECORD, columns, shapes, strict=True)
-        }
+        first, reasons = plan.shard_range(number)[0], dict(sorted(filling.reasons.items()))
+        skipped = [(self.key(first + row), reason) for row, reason in reasons.items()]
+        kept = [row for row in range(len(filling.given)) if row not in reasons]
+        arrays = {name: array[kept] for name, array in filling.arrays.items()} if reasons else filling.arrays
         with files.disk_errors(self.path, f"writing {plan.shard_name(number)}", _KEPT):
-            write_shard(self.path, plan, number, [self._keys[i] for i in maps], arrays, skipped, self.rank)
+            write_shard(self.path, plan, number, [self._keys[first + row] for row in kept], arrays, skipped, self.rank)
         self._again.discard(number)
 
 
 def default_shard_size(total: int) -> int:
-    """About 256 shards (few open files in each data-loading worker), of 64 (little to redo) to 4096 images (memory)."""
-    return min(4096, max(64, -(-total // (256 * 64)) * 64))
+    """About 256 shards (few open files in each data-loading worker), of 64 (little to redo) to 3072 images (memory)."""
+    return min(3072, max(64, -(-total // (256 * 64)) * 64))
 
 
 def check_folder(folder: Path) -> None:
@@ -245,20 +254,17 @@ def check_folder(folder: Path) -> None:
         raise StoreError(f"{folder} is a file; give the name of a folder for the store.")
     if not folder.is_dir() or list_shards(folder):
         return
-    names = sorted(entry.name for entry in os.scandir(folder) if not entry.name.startswith("."))
-    if foreign := [name for name in names if name not in (INDEX, _ALSO_THERE)]:
-        raise StoreError(f"{folder} is not empty and not a store (it has {foreign[0]!r}). Give a new folder.")
+    names = (name for name in os.listdir(folder) if not name.startswith(".") and name != _ALSO_THERE)
+    if foreign := min(names, default=""):
+        raise StoreError(f"{folder} is not empty and not a store (it has {foreign!r}). Give a new folder.")
 
 
-def mismatch(folder: Path, differences: Sequence[str], most: int = 3) -> StoreMismatchError:
-    """The error about a store that was begun otherwise; names the first few differences, the most telling ones."""
-    more = len(differences) - most
-    lines = [*differences[:most], *([f"and {more} more difference{'s' if more > 1 else ''}"] if more > 0 else [])]
+def mismatch(folder: Path, differences: Sequence[str]) -> StoreMismatchError:
+    """The error about a store that was begun otherwise; names the first few differences."""
     return StoreMismatchError(
         f"{folder} was begun with other settings or images, so it cannot be continued:\n  "
-        + "\n  ".join(lines)
-        + "\nRun with the old settings, or give another folder for the new store (annotating new images with `reuse` "
-        "copies the maps that are here)."
+        + "\n  ".join(differences[:3])
+        + "\nRun with the old settings, or give another folder for the new store."
     )
 
 
@@ -270,11 +276,6 @@ def _begin(folder: Path, keys: list[bytes], meta: StoreMeta, shard_size: int | N
     if begun is None or begun == plan:
         return plan
     differences = begun.meta.differences(meta)
-    if size != begun.shard_size:
-        differences.append(f"shard size: {begun.shard_size} in the store, {size} now")
     if plan.keys_sha256 != begun.keys_sha256:
-        now = set(keys)
-        gone = [key for key in Maps(folder, partial=True) if key.encode("utf-8", "surrogateescape") not in now]
-        example = f" ({gone[0]!r} is gone)" if gone else ""
-        differences.insert(0, f"images: {begun.total} in the store, {len(keys)} now{example}")
-    raise mismatch(folder, differences)
+        differences.insert(0, f"images: {begun.total} in the store, {len(keys)} now")
+    raise mismatch(folder, differences or [f"shard size: {begun.shard_size} in the store, {size} now"])

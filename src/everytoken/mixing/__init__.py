@@ -1,7 +1,7 @@
 """Mixing the images of a batch behind one interface: `images, mix = CutMix()(images)`.
 
-Blind: MixToken, CutMix, MixUp, random and block-wise patches, MaskMix. Looking at the images, through a `guide`:
-SaliencyMix, Attentive-CutMix, TokenMix, SMMix, Puzzle-Mix. (TransMix is CutMix with the objective `transmix`.)
+Blind: MixToken, CutMix, MixUp, random and block-wise patches. Looking at the images, through a `guide`: SaliencyMix,
+Attentive-CutMix, TokenMix, Puzzle-Mix. (TransMix is CutMix with the objective `transmix`.)
 
 `mixer.draw(batch_size, image_size, grid, rng)` gives a `Mix` or None; `apply_to_pixels` or `apply_to_tokens` carries it
 out; `mix_image_target` and `mix_token_target` do the same to labels.
@@ -11,12 +11,13 @@ A new method is a subclass of `MaskMixer` with `masks`, and a line in MIXERS.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken.mixing.guided import AttentiveCutMix, PuzzleMix, SaliencyMix, SMMix, TokenMix
-from everytoken.mixing.methods import BlockPatches, Compose, CutMix, MaskMix, MixToken, MixUp, OneOf, RandomPatches
+from everytoken.mixing.guided import AttentiveCutMix, PuzzleMix, SaliencyMix, TokenMix
+from everytoken.mixing.methods import BlockPatches, Compose, CutMix, MixToken, MixUp, OneOf, RandomPatches
 from everytoken.mixing.mix import MaskMixer, Mixer
 
 MIXERS: dict[str, type[MaskMixer]] = {
@@ -25,11 +26,9 @@ MIXERS: dict[str, type[MaskMixer]] = {
     "mixup": MixUp,
     "random": RandomPatches,
     "block": BlockPatches,
-    "maskmix": MaskMix,
     "saliencymix": SaliencyMix,
     "attentivecutmix": AttentiveCutMix,
     "tokenmix": TokenMix,
-    "smmix": SMMix,
     "puzzlemix": PuzzleMix,
 }
 COMPOSE = "compose"  # in recipes: two methods in the same batch
@@ -42,7 +41,9 @@ def build_mixer(settings: Mapping[str, Mapping[str, Any] | None]) -> Mixer | Non
     odds = []
     for name, given in settings.items():
         fields = dict(given or {})
-        odds.append(float(fields.pop("odds", 1.0)))
+        odds.append(fields.pop("odds", 1.0))
+        if not isinstance(odds[-1], int | float) or not 0 <= odds[-1] < math.inf:
+            raise EverytokenError(f"mixing {name!r}: odds is {odds[-1]!r}, but should be a number from 0 on.")
         mixers.append(_compose(fields) if name == COMPOSE else _mixer(name, fields))
     if not mixers:
         return None
@@ -69,8 +70,6 @@ def _mixer(name: str, fields: Mapping[str, Any]) -> MaskMixer:
 def _compose(inner: Mapping[str, Mapping[str, Any] | None]) -> Compose:
     mixers = sorted((_mixer(name, fields or {}) for name, fields in inner.items()), key=lambda mixer: mixer.level)
     if len(mixers) != 2:
-        raise EverytokenError(
-            f"mixing {COMPOSE!r} takes a method of pixels and one of tokens, such as {{mixup: {{}}, mixtoken: {{}}}}; "
-            f"got {', '.join(inner) or 'none'}."
-        )
+        got = ", ".join(inner) or "none"
+        raise EverytokenError(f"mixing {COMPOSE!r} takes a method of pixels and one of tokens, got {got}.")
     return Compose(*mixers)

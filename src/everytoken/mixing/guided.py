@@ -3,8 +3,6 @@
 - SaliencyMix: a box around the most salient pixel of the partner; λ as in CutMix.
 - Attentive-CutMix: the six most attended cells of the partner's 7x7 map, at their own places.
 - TokenMix: blocks of patches; the label counts what each image shows of its own importance, not area.
-- SMMix, the mixing part: the square of patches that is most important in the partner covers the square that is least
-  important in the own image (its extra losses are not here).
 - Puzzle-Mix: a mask and moved patches that keep what matters of both images.
 What is important comes from a guide: "saliency" (`contrast_saliency`); "attention": a network's answer for its own
 first choice at every cell, or, for networks with a class token, how like the class token each token is (the class head
@@ -131,17 +129,11 @@ class GuidedMixer(MaskMixer):
         if active.all():
             return mix
         on = torch.from_numpy(active).to(mix.mask.device, non_blocking=True)
-        moved = mix.moves
-        if moved is not None:
-            moved = torch.where(
-                on[:, None, None, None], moved, identity_moves(moved.shape[2], moved.shape[3], on.device)
-            )
-        return replace(
-            mix,
-            mask=torch.where(on[:, None, None], mix.mask, 1.0),
-            ratio=torch.where(on, mix.ratio, 1.0),
-            moves=moved,
-        )
+        mask, ratio, moves = torch.where(on[:, None, None], mix.mask, 1.0), torch.where(on, mix.ratio, 1.0), mix.moves
+        if moves is not None:
+            stay = torch.arange(moves[0, 0].numel(), device=on.device).view(moves.shape[2:])
+            moves = torch.where(on[:, None, None, None], moves, stay)
+        return replace(mix, mask=mask, ratio=ratio, moves=moves)
 
     def guided(self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: Rng) -> Mix:
         """The mix of a whole batch."""
@@ -227,43 +219,6 @@ class TokenMix(GuidedMixer):
         shown = resize(mask, grid).flatten(1)
         own, other = (shown * weight).sum(1), ((1 - shown) * weight[partner]).sum(1)
         return self._mix(partner, mask, own / (own + other).clamp(min=1e-12))
-
-
-@dataclass
-class SMMix(GuidedMixer):
-    """The partner's most important square over the own image's least important one.
-
-    Args:
-        smallest, largest: side of the square, as a fraction of the grid's; drawn uniformly.
-    """
-
-    smallest: float = 0.25
-    largest: float = 0.75
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(0 < self.smallest <= self.largest <= 1, "0 < smallest <= largest <= 1 is needed")
-
-    def guided(self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: Rng) -> Mix:
-        """One size for the batch; the partner's patches are moved to where they go."""
-        part = rng.uniform(self.smallest, self.largest)
-        h, w = grid
-        rows, columns = max(1, round(part * h)), max(1, round(part * w))
-        sums = F.avg_pool2d(resize(importance, grid)[:, None], (rows, columns), stride=1)[:, 0]
-        wide = sums.shape[2]
-        best, least = sums[partner].flatten(1).argmax(1), sums.flatten(1).argmin(1)
-        i = torch.arange(h, device=partner.device)[None, :, None] - (least // wide)[:, None, None]
-        j = torch.arange(w, device=partner.device)[None, None, :] - (least % wide)[:, None, None]
-        inside = (i >= 0) & (i < rows) & (j >= 0) & (j < columns)
-        source = ((best // wide)[:, None, None] + i) * w + (best % wide)[:, None, None] + j
-        moves = identity_moves(h, w, partner.device).repeat(len(partner), 1, 1, 1)
-        moves[:, 1] = torch.where(inside, source, moves[:, 1])
-        return self._mix(partner, patches_to_pixels((~inside).float(), image_size), moves=moves)
-
-
-def identity_moves(h: int, w: int, device: Device) -> Tensor:
-    """[1, 2, h, w]: every patch of both images stays where it is; see `Mix.moves`."""
-    return torch.arange(h * w, device=device).view(1, 1, h, w).expand(1, 2, h, w)
 
 
 def resize(cells: Tensor, grid: Size) -> Tensor:

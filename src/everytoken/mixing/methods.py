@@ -4,9 +4,9 @@
   embedding, so every token is clean. One box per batch. Outputs are un-mixed before the token head, which equals
   mixing the labels (eq. 6) and is cheaper; the class label is mixed by area (eq. 7).
 - CutMix: a box of pixels. MixUp: all pixels blended with λ.
-- RandomPatches, BlockPatches (TL-Align, Table 7: random and block-wise mixing instead of one box), MaskMix (MixPro:
-  larger squares): λ ~ Beta(alpha, alpha) of the patches stays, the others come from the partner. Patches are the cells
-  of the network's token grid, so no token is mixed inside; pixels are swapped, so every backbone can be trained so.
+- RandomPatches, BlockPatches (TL-Align, Table 7: random and block-wise mixing instead of one box): λ ~ Beta(alpha,
+  alpha) of the patches stays, the others come from the partner. Patches are the cells of the network's token grid, so
+  no token is mixed inside; pixels are swapped, so every backbone can be trained so.
 Differently from the released code, which blends all token targets with one λ under CutMix: token targets are mixed
 where the pixels are, and a token that the box's edge crosses gets the true ratio of its two images.
 """
@@ -121,16 +121,6 @@ class RandomPatches(MaskMixer):
                 own[i, rng.permutation(count)[:taken]] = False
         own = own.reshape(-1, *cells).repeat(self.scale, 1).repeat(self.scale, 2)[:, :h, :w]
         return patches_to_pixels(torch.from_numpy(own).to(device, non_blocking=True), image_size)
-
-
-@dataclass
-class MaskMix(RandomPatches):
-    """Scattered squares of tokens from the partner: the mask of MixPro, whose squares are larger than a token.
-
-    MixPro also lets the class label follow attention more and more; for that, add the objective `transmix`.
-    """
-
-    scale: int = 4
 
 
 @dataclass

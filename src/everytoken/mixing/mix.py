@@ -11,8 +11,8 @@ Everything is `where` or `lerp` on tensors; inputs are not modified.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
@@ -64,6 +64,31 @@ class Mix:
     moves: Tensor | None = None
     tokens: Mix | None = None
 
+    @classmethod
+    def from_box(cls, box: Tensor | Sequence[int], partner: Tensor, size: Size) -> Mix:
+        """A CutMix that somebody else carried out.
+
+        Args:
+            box: (x0, y0, x1, y1) in pixels, half-open, which the partner's pixels fill; or [B, 4], a box per image.
+            partner: int64 [B], whose pixels they are: `images.flip(0)` is `torch.arange(B).flip(0)`.
+            size: (height, width) of the images.
+        """
+        corners = torch.as_tensor(box).view(-1, 4)[:, [1, 0, 3, 2]].cpu().numpy()
+        return cls.from_mask(box_masks(corners, size, partner.device), partner)
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, partner: Tensor) -> Mix:
+        """Pixels that somebody else mixed: mask · own + (1 - mask) · partner's.
+
+        Args:
+            mask: [B, H, W], [1, H, W] or [H, W], bool or from 0 to 1; MixUp's is [B, 1, 1].
+            partner: int64 [B].
+        """
+        mask = (mask if mask.dim() == 3 else mask[None]).float()
+        if mask.dim() != 3 or len(mask) not in (1, len(partner)):
+            raise ValueError(f"a mask {list(mask.shape)} does not fit {len(partner)} images: [B, H, W] or [H, W]")
+        return cls(partner, mask, mask.mean((1, 2)).expand(len(partner)), "pixels", symmetric=False, soft=True)
+
     def __len__(self) -> int:
         return self.partner.shape[0]
 
@@ -105,14 +130,9 @@ class Mix:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Mix:
         """The same mix on another device."""
-        return replace(
-            self,
-            partner=self.partner.to(device, non_blocking=non_blocking),
-            mask=self.mask.to(device, non_blocking=non_blocking),
-            ratio=self.ratio.to(device, non_blocking=non_blocking),
-            moves=None if self.moves is None else self.moves.to(device, non_blocking=non_blocking),
-            tokens=None if self.tokens is None else self.tokens.to(device, non_blocking=non_blocking),
-        )
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {k: v.to(device, non_blocking=non_blocking) for k, v in parts.items() if hasattr(v, "to")}
+        return replace(self, **moved)
 
 
 class Mixer:
@@ -276,12 +296,16 @@ def placed_token_targets(target: CompactTarget, mix: Mix) -> tuple[CompactTarget
     first, second = target, target[mix.partner]
     if mix.moves is None:
         return first, second
-    grid = (target.shape[1], target.shape[2])
-    mass, background, weight = (_moved(t, mix, grid, 1) for t in (target.mass, target.background, target.weight))
+    mass, background, weight = (placed(t, mix) for t in (target.mass, target.background, target.weight))
     return (
         replace(first, mass=mass[0], background=background[0], weight=weight[0]),
         replace(second, mass=mass[1], background=background[1], weight=weight[1]),
     )
+
+
+def placed(x: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
+    """Values [B, h, w, ...] of tokens, of the own image and of the partner, where the mix shows their patches."""
+    return _moved(x, mix, (x.shape[1], x.shape[2]), 1)
 
 
 def _moved(x: Tensor, mix: Mix, size: Size, dim: int) -> tuple[Tensor, Tensor]:
@@ -320,10 +344,7 @@ def _mask_for(tokens: Tensor, mix: Mix, layout: Layout) -> Tensor:
         return mix.mask.view(n, h * w, 1)
     grid = (tokens.shape[2], tokens.shape[3]) if layout == "NCHW" else (tokens.shape[1], tokens.shape[2])
     if grid[0] % h or grid[1] % w:
-        raise EverytokenError(
-            f"a mix drawn on a grid of {h}x{w} does not fit {grid[0]}x{grid[1]} tokens: some token would belong to two "
-            "images. Draw it on the grid of the backbone's last tokens."
-        )
+        raise EverytokenError(f"a mix on {h}x{w} cells does not fit {grid[0]}x{grid[1]} tokens; it must divide them.")
     mask = mix.at(grid)
     return mask[:, None] if layout == "NCHW" else mask[..., None]
 

@@ -162,10 +162,8 @@ class LVViT(ReleasedWeights, VisionTransformer):
         weight_init: str = "",
         **kwargs: Any,
     ) -> None:
-        if norm_position not in ("pre", "post"):
-            raise ValueError(f"norm_position is 'pre' or 'post', not {norm_position!r}")
-        if block_norm not in ("layer", "group"):
-            raise ValueError(f"block_norm is 'layer' or 'group', not {block_norm!r}")
+        if norm_position not in ("pre", "post") or block_norm not in ("layer", "group"):
+            raise ValueError(f"norm_position={norm_position!r} or block_norm={block_norm!r} is not known")
         strides_size = math.prod(stem_strides)
         if patch_size not in (None, strides_size):
             raise ValueError(f"patch_size={patch_size} does not fit stem_strides, which make {strides_size}")

@@ -9,16 +9,19 @@ from between the layers, for objectives that look at more than the last one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 from torch.utils.hooks import RemovableHandle
 
 from everytoken.errors import EverytokenError
 from everytoken.mixing.mix import Mix, apply_to_tokens, unmix_tokens
 from everytoken.models.align import Aligner, Alignment, Shares
-from everytoken.models.families import Family, Layout, UnsupportedModelError, family_of
+from everytoken.models.families import Family, Layout, UnsupportedModelError, family_of, grid_shape
+from everytoken.models.wrappers import bare_backbone, is_sharded, show_methods
 
 TapLevel = Literal["blocks", "stages", "merged", "final"]
 
@@ -54,23 +57,31 @@ class TokenView:
         return self.logits + vote * self.token_logits.flatten(1, 2).amax(1)
 
 
+for _kind in (TokenView, Shares, Mix):  # so that a TokenModel can be exported
+    register_dataclass(_kind)
+
+
 class TokenModel(nn.Module):
-    """A timm backbone that shows its tokens.
+    """A backbone that shows its tokens.
 
         model = TokenModel(timm.create_model("deit_small_patch16_224"), token_classes=1000)
         view = model(images)                   # images [B, 3, 224, 224]
         view.logits, view.token_logits         # [B, 1000], [B, 14, 14, 1000]
 
     Args:
-        backbone: any timm model of a supported family (`everytoken.models.FAMILIES`).
+        backbone: any timm model of a supported family (`everytoken.models.FAMILIES`), one of torchvision or of Hugging
+            Face's transformers (`FOREIGN`), or a module without weights of its own around one; of a compiled model the
+            plain one is taken, so compile the TokenModel. Logits are those of the backbone itself.
         token_classes: outputs of the token head. None: no token head. Backbones that bring one (`aux_head` of LV-ViT
             and VOLO) use it when it has that many outputs.
     """
 
     def __init__(self, backbone: nn.Module, token_classes: int | None = None) -> None:
         super().__init__()
+        self.backbone = backbone = bare_backbone(backbone)
+        if is_sharded(backbone):
+            show_methods(backbone)
         self.family: Family = family_of(backbone)
-        self.backbone = backbone
         self.token_head: nn.Linear | None = None
         self.uses_own_head = False  # token logits come from a head that the backbone brought along
         if token_classes:
@@ -86,6 +97,8 @@ class TokenModel(nn.Module):
             head.requires_grad_(True)  # LV-ViT keeps it frozen until somebody uses it
         else:
             like = next(self.backbone.parameters())
+            if is_sharded(self.backbone):
+                raise EverytokenError("a token head is sharded with its model: fully_shard(TokenModel(model, ...)).")
             self.token_head = nn.Linear(self.num_features, classes, device=like.device, dtype=like.dtype)
             nn.init.trunc_normal_(self.token_head.weight, std=0.02)
             nn.init.zeros_(self.token_head.bias)
@@ -100,16 +113,14 @@ class TokenModel(nn.Module):
         """From now on training passes give `TokenView.distill_logits`; an error without a distillation token."""
         enable = getattr(self.backbone, "set_distilled_training", None)
         if enable is None:
-            raise UnsupportedModelError(
-                f"{type(self.backbone).__name__} has no distillation token: take a distilled model, such as "
-                "lvvit_s_distilled, or distill through the class token (through='class')."
-            )
+            name = type(self.backbone).__name__
+            raise UnsupportedModelError(f"{name} has no distillation token; lvvit_s_distilled has, or through='class'.")
         enable(True)
 
     @property
     def num_features(self) -> int:
         """Channels D of a token."""
-        return int(self.backbone.num_features)  # type: ignore[arg-type]
+        return int(attrgetter(self.family.width)(self.backbone))
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -132,12 +143,9 @@ class TokenModel(nn.Module):
         """
         token_mix = None if mix is None else mix.of_tokens
         if token_mix is not None and not self.can_mix_tokens:
-            raise EverytokenError(
-                f"MixToken needs a patch embedding without overlap, and {type(self.backbone).__name__} has none; use "
-                "CutMix, which mixes pixels."
-            )
+            name = type(self.backbone).__name__
+            raise EverytokenError(f"MixToken needs a patch embedding without overlap, {name} has none; use CutMix.")
         shares = None
-        forward: Any = self.backbone.forward_features
         # for this pass only, so that the backbone stays as it is; compilers can trace this, but not registering a hook
         parent, _, name = (self.family.embed or "").rpartition(".")
         modules: dict[str, Any] = self.backbone.get_submodule(parent)._modules
@@ -146,19 +154,28 @@ class TokenModel(nn.Module):
             modules[name] = _MixedEmbedding(embed, token_mix, self.family.embed_layout)
         try:
             if self.aligner is None or mix is None:
-                features = forward(images)
-            else:
-                features, shares = self.aligner.run(forward, images, mix)
+                features, (logits, distill) = self._answer(images)
+            else:  # with the head, which may attend to the tokens
+                (features, (logits, distill)), shares = self.aligner.run(self._answer, images, mix)
         finally:  # after an error that the caller survives, the next batch must not be mixed
             if token_mix is not None:
                 modules[name] = embed
         grid, prefix = self.split(features, (images.shape[-2], images.shape[-1]))
-        logits, distill = self._class_logits(features)
         if token_mix is not None:
             grid = unmix_tokens(grid, token_mix)
             if shares is not None and token_mix.unmixes:
                 shares = shares.unmixed(token_mix.at((grid.shape[1], grid.shape[2])), token_mix.partner)
         return TokenView(logits, grid, prefix, self.token_logits(grid), distill, shares, mix)
+
+    def _answer(self, images: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+        features = self.features(images)
+        return features, self._class_logits(features)
+
+    def features(self, images: Tensor) -> Tensor:
+        """What the backbone makes of images [B, C, H, W], in its own layout."""
+        if self.family.features is not None:
+            return self.family.features(self.backbone, images)
+        return self.backbone.forward_features(images)  # type: ignore[operator]
 
     def token_logits(self, grid: Tensor) -> Tensor | None:
         """[B, h, w, D] -> [B, h, w, C], or None without a token head."""
@@ -186,12 +203,12 @@ class TokenModel(nn.Module):
         mean over the cells equals the model's logits. For models with a class token, the class head reads the patch
         tokens.
         """
-        return self._cells(self.backbone.forward_features(images), (images.shape[-2], images.shape[-1]))  # type: ignore[operator]
+        return self._cells(self.features(images), (images.shape[-2], images.shape[-1]))
 
     def class_and_cell_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Class logits [B, K] and logits [B, h, w, C] of every cell, the token head's or `cell_logits`; one pass."""
         size = (images.shape[-2], images.shape[-1])
-        features = self.backbone.forward_features(images)  # type: ignore[operator]
+        features = self.features(images)
         tokens = self.token_logits(self.split(features, size)[0])
         return self._class_logits(features)[0], self._cells(features, size) if tokens is None else tokens
 
@@ -213,6 +230,8 @@ class TokenModel(nn.Module):
 
     def _class_logits(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
         model: Any = self.backbone
+        if self.family.head is not None:
+            return self.family.head(model, features), None
         if self.family.title == "VOLO" and (self.training or features.shape[1] == 2):
             # VOLO's head adds half of the strongest token logits, which is meant for evaluation of whole images
             return model.head(model.forward_head(features, pre_logits=True)), None
@@ -229,24 +248,17 @@ class _MixedEmbedding:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.embed, name)
 
-    def __call__(self, images: Tensor) -> Tensor:
-        output: Tensor = self.embed(images)
+    def __call__(self, images: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = self.embed(images, *args, **kwargs)
+        if isinstance(output, tuple):  # with the size of the grid
+            return self._mixed(images, output[0]), *output[1:]
+        return self._mixed(images, output)
+
+    def _mixed(self, images: Tensor, output: Tensor) -> Tensor:
         if output.ndim == 3:  # [B, N, D]
             h, w = grid_shape(output.shape[1], (images.shape[-2], images.shape[-1]))
             return apply_to_tokens(output.reshape(output.shape[0], h, w, -1), self.mix).reshape(output.shape)
         return apply_to_tokens(output, self.mix, "NCHW" if self.layout == "nchw" else "NHWC")
-
-
-def grid_shape(count: int, size: tuple[int, int]) -> tuple[int, int]:
-    """The grid (h, w) of `count` tokens whose proportions are nearest to an image of (height, width)."""
-    height, width = size
-    best, least = 1, abs(width - count * height) / 1
-    for divisor in range(1, int(count**0.5) + 1):  # a loop: older compilers cannot trace min with a key
-        for h in (divisor, count // divisor):
-            error = abs(h * h * width - count * height) / h
-            if count % divisor == 0 and (error, h) < (least, best):
-                best, least = h, error
-    return best, count // best
 
 
 def _norm_of_pooled(model: nn.Module, features: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
+from everytoken.files import open_regular
 
 CHECKSUM = "sha256"  # the key in the metadata
 _LONGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
@@ -46,13 +47,12 @@ class LoadReport:
     unknown: list[str]
 
     def __str__(self) -> str:
-        titles = {
-            "resized": "resized to fit",
-            "left_out": "left out, because they do not fit",
-            "missing": "not in the file, fresh values kept",
-            "unknown": "in the file, but not in the model",
+        found = {
+            "resized to fit": self.resized,
+            "left out, because they do not fit": self.left_out,
+            "not in the file, fresh values kept": self.missing,
+            "in the file, but not in the model": self.unknown,
         }
-        found = {title: getattr(self, name) for name, title in titles.items()}
         more = {title: f" and {len(names) - 6} more" if len(names) > 6 else "" for title, names in found.items()}
         return "\n".join(f"{title}: {', '.join(names[:6])}{more[title]}" for title, names in found.items() if names)
 
@@ -82,7 +82,7 @@ def _checksum(header: Mapping[str, Any], data: bytes | memoryview) -> str:
 
 def check_weights(path: Path) -> None:
     """Raise a WeightsError if a safetensors file has a checksum and does not match it."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = int.from_bytes(file.read(8), "little")
         text = file.read(size) if size <= _LONGEST_HEADER else b""
         try:
@@ -91,10 +91,7 @@ def check_weights(path: Path) -> None:
         except (ValueError, RecursionError, AttributeError) as error:
             raise WeightsError(f"{path} is not a readable safetensors file: its header is damaged") from error
         if checksum is not None and checksum != _checksum(header, file.read()):
-            raise WeightsError(
-                f"{path} is damaged: it does not match the checksum that it was written with. Restore it from a copy, "
-                "or use the weights of another checkpoint"
-            )
+            raise WeightsError(f"{path} is damaged: it does not match its own checksum. Restore it from a copy.")
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -119,8 +116,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
                 content = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise WeightsError(
-                f"{path} holds more than plain tensors and was not opened, because a pickle can run code. If you trust "
-                "it, load it yourself and save its state dict as safetensors."
+                f"{path} holds more than plain tensors and was not opened, because a pickle can run code."
             ) from error
         except (RuntimeError, EOFError, ValueError, OSError) as error:
             raise WeightsError(f"{path} is not a checkpoint that torch can read: {error}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -16,15 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
-
-if TYPE_CHECKING:
-    from everytoken.models import TokenView
+from everytoken.models import TokenView
 
 T = TypeVar("T")
 
 
 class Objective(nn.Module):
-    """One loss term, or a few. Subclasses provide `terms`, or their own `forward`.
+    """One loss term, or a few. Subclasses provide `terms`, or their own `forward`. One that must see the images before
+    they are mixed has `before_mixing(batch) -> batch`, which `TokenStep` calls.
 
     Args:
         weight: factor of all its terms in the loss.
@@ -35,27 +34,35 @@ class Objective(nn.Module):
             (of the training, in the batch's key), so that training can complain before the first batch.
         teaches_class: it has a term for the class token; otherwise recipes add `hard`.
         multi_label: it can learn from multi-label images, [B, K].
+        built_from: parameters of the constructor that recipes do not set: training passes what there is of them.
     """
 
     name: str = ""
     requires: frozenset[str] = frozenset()
     teaches_class: bool = False
     multi_label: bool = False
+    built_from: frozenset[str] = frozenset({"model"})
 
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
         self.weight = weight
 
-    def forward(self, view: TokenView, batch: Batch | None = None) -> dict[str, Tensor]:
+    def forward(self, view: TokenView | Tensor, batch: Batch | None = None) -> dict[str, Tensor]:
         """{"loss": weight · sum of terms, and every term by name}, scalars.
 
         Args:
-            view: what a TokenModel answered to the batch's images.
+            view: what a TokenModel answered to the batch's images; for objectives that look at nothing else, a grid of
+                tokens [B, h, w, D], of whatever network.
             batch: labels, maps and so on, whatever this objective requires. If the model was given a mix, the targets
                 are mixed by it; `batch` itself stays as it was loaded.
         """
         if self.training and not torch.compiler.is_compiling():
             _warn_if_not_reduced(self)
+        if isinstance(view, Tensor):
+            if view.dim() != 4:
+                way = "make it by tokens[:, prefix:].unflatten(1, (h, w)) or, from NCHW, features.permute(0, 2, 3, 1)"
+                raise ValueError(f"a grid of tokens is [B, h, w, D], got {list(view.shape)}: {way}")
+            view = TokenView(view.new_zeros(len(view), 0), view)
         if batch is None:  # the grid has the images' proportions, which is all that is known of them
             batch = Batch(view.grid.movedim(-1, 1))
         elif not self.multi_label and isinstance(batch.labels, Tensor) and batch.labels.dim() == 2:

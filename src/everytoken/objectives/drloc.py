@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,9 @@ from torch import Tensor, nn
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import drloc as fn
-from everytoken.models import TokenModel
+from everytoken.models import TokenModel, TokenView
 from everytoken.models.token_model import LayerTaps
 from everytoken.objectives.base import Objective, check_choice, draws, need
-
-if TYPE_CHECKING:
-    from everytoken.models import TokenView
 
 Variant = Literal["l1", "signed", "ce", "reg", "all"]
 Levels = Literal["last", "final", "blocks", "stages", "merged"]
@@ -112,7 +109,7 @@ class Drloc(Objective):
     """Dense relative localization on the token grid [B, h, w, D].
 
     Args:
-        model: the TokenModel that is trained: its token width, its family, and layers to read.
+        model: the TokenModel that is trained: its token width, its family, and layers to read. Or `dim`.
         weight: λ. None: 0.1, or with `released` the paper's. "paper": the paper's for this family (PAPER_LAMBDA), and
             0.1 for families that are not in the paper.
         variant: "l1", "signed", "ce", "reg" or "all".
@@ -128,20 +125,24 @@ class Drloc(Objective):
         hidden: width of the MLP.
         released: as the authors' code, see the head of this file; the batch's key must say how far the training is.
         warmup: with `released`, the fraction of the training in which λ grows; 20 of 300 epochs.
+        dim: instead of `model`: the channels D of token grids [B, h, w, D] that any network makes.
 
     Example:
         model = TokenModel(timm.create_model("vit_base_patch16_224"))
         step = TokenStep(model, {"hard": HardLabels(), "drloc": Drloc(model)})
         optimizer = torch.optim.AdamW(step.parameters())        # with the MLP; so does DistributedDataParallel(step)
         step(Batch(images, labels))["loss"].backward()
+
+        Drloc(dim=768)(tokens[:, 1:].unflatten(1, (14, 14)))["loss"].backward()   # tokens [B, 1 + 196, 768]
     """
 
     name = "drloc"
     multi_label = True
+    built_from = frozenset({"model", "dim"})
 
     def __init__(
         self,
-        model: TokenModel,
+        model: TokenModel | None = None,
         weight: float | Literal["paper"] | None = None,
         variant: Variant = "l1",
         pairs: int | Literal["all"] = 64,
@@ -153,8 +154,14 @@ class Drloc(Objective):
         hidden: int = 512,
         released: bool = False,
         warmup: float = 20 / 300,
+        *,
+        dim: int | None = None,
     ) -> None:
-        family = model.family.title
+        if (model is None) == (dim is None):
+            raise ValueError("drloc takes a TokenModel, Drloc(model), or the channels of a grid, Drloc(dim=384)")
+        if model is None and (released or weight == "paper" or variant == "all" or levels not in ("last", None)):
+            raise ValueError("drloc: released, weight='paper', variant='all' and levels need a network: Drloc(model)")
+        family = "" if model is None else model.family.title
         if weight is None:
             weight = "paper" if released else LAMBDA
         if isinstance(weight, str):
@@ -179,10 +186,11 @@ class Drloc(Objective):
         self.alpha, self.hidden, self.released, self.warmup = alpha, hidden, released, warmup
         self.signed = (variant == "signed" or (variant in ("ce", "reg") and not released)) if signed is None else signed
         self.requires = frozenset({"progress"} if released else ())
-        self.taps = None if levels == "last" else LayerTaps(model, levels)
-        device = next(model.parameters()).device
-        dims = [model.num_features] if self.taps is None else self.taps.dims
-        self.heads = nn.ModuleList(self._head(dim).to(device) for dim in dims)
+        self.taps = None if model is None or levels == "last" else LayerTaps(model, levels)
+        device = None if model is None else next(model.parameters()).device
+        widths = [dim or model.num_features] if self.taps is None else self.taps.dims  # type: ignore[union-attr]
+        self.width = widths[-1]
+        self.heads = nn.ModuleList(self._head(width).to(device) for width in widths)
 
     def extra_repr(self) -> str:
         """λ, and what it weighs."""
@@ -229,6 +237,8 @@ class Drloc(Objective):
         mix = batch.mix if self.skip_crossing else None
         if self.taps is None:
             grids = [view.grid]
+            if view.grid.shape[-1] != self.width:
+                raise ValueError(f"drloc is for tokens of {self.width} channels, got {list(view.grid.shape)}")
             mix = None if mix is None else mix.shown  # the view has put tokens back to their images
         else:
             grids = self.taps.grids((batch.images.shape[-2], batch.images.shape[-1]))

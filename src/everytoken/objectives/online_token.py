@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from everytoken.data.batch import Batch
 from everytoken.functional import dense_soft_cross_entropy
+from everytoken.mixing.guided import resize
 from everytoken.objectives.base import Objective, check_choice, need, need_token_logits
 from everytoken.objectives.hard import HardLabels
 
@@ -92,9 +92,5 @@ def resize_logits(logits: Tensor, grid: tuple[int, int]) -> Tensor:
     """[B, h, w, C] on another grid: averaged when it is coarser, bilinear when it is finer."""
     if logits.shape[1:3] == torch.Size(grid):
         return logits
-    planes = logits.permute(0, 3, 1, 2).float()
-    if grid[0] <= logits.shape[1] and grid[1] <= logits.shape[2]:
-        planes = F.adaptive_avg_pool2d(planes, grid)
-    else:
-        planes = F.interpolate(planes, grid, mode="bilinear", align_corners=False)
-    return planes.permute(0, 2, 3, 1)
+    planes = logits.movedim(-1, 1).float()
+    return resize(planes.flatten(0, 1), grid).unflatten(0, planes.shape[:2]).movedim(1, -1)

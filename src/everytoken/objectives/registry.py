@@ -2,7 +2,7 @@
 
 A name is one of OBJECTIVES, or the import path of somebody's own class,
 `package.module:Class`: anything with `forward(view, batch) -> dict with "loss"`. If its constructor has a parameter
-`model`, it gets the TokenModel that is trained; the other parameters are its settings.
+`model`, it gets the TokenModel that is trained, and for `teacher` the teacher; the other parameters are its settings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from everytoken.errors import EverytokenError, did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
+    from everytoken.maps import Maps
     from everytoken.models import TokenModel
+    from everytoken.step import FrozenTeacher
 
 OBJECTIVES: dict[str, str] = {
     "hard": "everytoken.objectives.hard:HardLabels",
@@ -25,6 +27,7 @@ OBJECTIVES: dict[str, str] = {
     "token_labeling": "everytoken.objectives.token_labeling:TokenLabeling",
     "online_token": "everytoken.objectives.online_token:OnlineTokenLabeling",
     "distillation": "everytoken.objectives.distillation:Distillation",
+    "feature_distillation": "everytoken.objectives.feature_distillation:FeatureDistillation",
     "drloc": "everytoken.objectives.drloc:Drloc",
     "tl_align": "everytoken.objectives.tl_align:TLAlign",
     "transmix": "everytoken.objectives.tl_align:TransMix",
@@ -80,24 +83,25 @@ def settings_of(kind: type) -> set[str] | None:
     return None
 
 
-def build_objectives(settings: Settings, model: TokenModel, smoothing: float = 0.1) -> dict[str, nn.Module]:
+def build_objectives(
+    settings: Settings, model: TokenModel, smoothing: float = 0.1, teacher: FrozenTeacher | Maps | None = None
+) -> dict[str, nn.Module]:
     """Objectives by name; `hard` comes first when nothing else teaches the class token.
 
     Args:
         settings: name -> its settings, as in a recipe.
         model: the model that is trained.
         smoothing: label smoothing of those that have it and do not say their own.
+        teacher: for those whose constructor has a parameter of this name: the teacher, or a store of its features.
     """
     out: dict[str, nn.Module] = {}
     for name, given in settings.items():
         kind, fields = find_objective(name), given or {}
         allowed = settings_of(kind)
         for field in fields:
-            if allowed is not None and field not in allowed - {"model"}:
-                raise EverytokenError(
-                    f"objective {name!r} has no setting {field!r}.{did_you_mean(field, allowed - {'model'})}"
-                )
-        extra = {"model": model, "smoothing": smoothing}
+            if allowed is not None and field not in (open_to_all := allowed - getattr(kind, "built_from", {"model"})):
+                raise EverytokenError(f"objective {name!r} has no setting {field!r}.{did_you_mean(field, open_to_all)}")
+        extra = {"model": model, "teacher": teacher, "smoothing": smoothing}
         extra = {k: v for k, v in extra.items() if allowed is not None and k in allowed and k not in fields}
         out[name.partition(":")[2] or name] = kind(**extra, **fields)
     if not any(getattr(objective, "teaches_class", False) for objective in out.values()):

@@ -112,18 +112,15 @@ class FromMaps(Objective):
         maps = self._maps(batch)
         if self.class_map is not None:
             if len(self.class_map) != maps.num_classes:
-                raise EverytokenError(
-                    f"class_map has {len(self.class_map)} entries, but the maps have {maps.num_classes} classes."
-                )
+                raise EverytokenError(f"class_map has {len(self.class_map)} entries for {maps.num_classes} classes.")
             table = torch.as_tensor(self.class_map).to(maps.classes.device, non_blocking=True)
             logits, classes = map_classes(sampled.image_logits, maps.classes, table)
             how = (self.temperature, self.top_k, self.smoothing, self.released)
             return from_scores(logits, classes, K, sampled.image.weight, *how)
         if maps.num_classes != K:
             raise EverytokenError(
-                f"the class token has {K} outputs and the score maps have {maps.num_classes} classes: let the class "
-                "token learn the dataset's own labels (class_target='truth'), or say which classes correspond "
-                "(class_map)."
+                f"the class token has {K} outputs and the score maps have {maps.num_classes} classes: set "
+                "class_target='truth', or say which classes correspond (class_map)."
             )
         return sampled.image
 

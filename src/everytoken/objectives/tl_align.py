@@ -5,23 +5,26 @@ r·y_own + (1-r)·y_partner, where r is the share of the own image in what the h
 tokens. It replaces the mix ratio of ordinary CutMix; a batch that is not mixed is trained as usual.
 With `beta` above 0, token labels follow as well: the label of every token is r·own + (1-r)·partner with the token's own
 r, instead of the label of the place where it stands (token labeling and alignment together; not in the paper).
-In somebody's own loop, on any timm model: `aligned`. Cost: see `everytoken.models.align`.
+In somebody's own loop, on any model: `aligned`. Cost: see `everytoken.models.align`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from everytoken.data.batch import Batch
+from everytoken.errors import EverytokenError
 from everytoken.functional import compact_cross_entropy
 from everytoken.functional.shares import aligned_target
 from everytoken.mixing.mix import Mix, placed_token_targets
 from everytoken.models import TokenModel
 from everytoken.models.align import AlignedPass, Aligner, Alignment, Shares
+from everytoken.models.wrappers import backbone_of
 from everytoken.objectives.base import need, need_token_logits
 from everytoken.objectives.relabel import FromMaps
 
@@ -68,6 +71,7 @@ class TLAlign(FromMaps):
         self.beta = beta
         asked = frozenset({"labels"}) if self.class_target == "truth" else self.requires
         self.requires = asked | {"maps", "token_logits"} if beta else asked
+        model = next((m for m in model.modules() if isinstance(m, TokenModel)), model)  # compiled, or in DDP
         model.align(_alignment(layers, residual, normalise, patches_only))
 
     def terms(self, view: TokenView, batch: Batch) -> dict[str, Tensor]:
@@ -131,11 +135,12 @@ def aligned(
     normalise: bool = True,
     patches_only: bool = False,
 ) -> Iterator[AlignedPass]:
-    """Follow the labels of mixed images through one pass of any timm model (TL-Align); one block per pass.
+    """Follow the labels of mixed images through one pass of any model (TL-Align); one block per pass.
 
     Args:
-        model: a timm model, a TokenModel, or a DistributedDataParallel around one. It is watched inside of the block
-            only and does not change.
+        model: a model of timm, torchvision or Hugging Face (`everytoken.models`), or whatever holds one: a TokenModel,
+            DistributedDataParallel, FSDP2, a module of yours, a compiled model (whose pass is then not a compiled one;
+            with TLAlign it is). It is watched inside of the block only and does not change.
         mix: of the images that the model is given.
         layers, residual, normalise, patches_only: as for `TLAlign`.
 
@@ -145,11 +150,14 @@ def aligned(
             logits = model(images)
         loss = shares.cross_entropy(logits, labels)
     """
-    plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    backbone = getattr(plain, "backbone", plain)
-    aligner = Aligner(backbone, _alignment(layers, residual, normalise, patches_only))
+    wrapper = next((m for m in model.modules() if isinstance(m, nn.DataParallel) and len(m.device_ids) > 1), None)
+    if wrapper is not None:
+        raise EverytokenError("aligned cannot follow DataParallel's threads on several GPUs; use one process for each.")
+    compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
+    aligner = Aligner(backbone_of(model), _alignment(layers, residual, normalise, patches_only))
     try:
-        with aligner.watch(mix) as followed:
+        # compiled code was made without these hooks
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext(), aligner.watch(mix) as followed:
             yield followed
     finally:
         aligner.remove()

@@ -7,8 +7,6 @@ continued only by the annotator that began it.
 from __future__ import annotations
 
 import hashlib
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,8 +19,9 @@ from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.models import TokenModel
 from everytoken_lab.classes import ClassList
 from everytoken_lab.data.augment import EvalTransform, eval_view
-from everytoken_lab.models.inference import faster
-from everytoken_lab.models.open import describe, find_weights, open_model
+from everytoken_lab.models.description import describe
+from everytoken_lab.models.onnx import faster
+from everytoken_lab.models.open import find_weights, open_model
 
 Size = tuple[int, int]
 _STRIDE = 32  # of EfficientNet-Lite
@@ -67,8 +66,8 @@ class Annotator:
         scores = self.forward(images)
         if scores.ndim != 4 or len(scores) != len(images) or scores.shape[3] != self.classes.count:
             raise AnnotatorError(
-                f"{self.name} returned scores of shape {list(scores.shape)} for {len(images)} images; "
-                f"[{len(images)}, rows, columns, {self.classes.count}] is needed (it has {self.classes.count} classes)."
+                f"{self.name} returned scores of shape {list(scores.shape)}; [{len(images)}, rows, columns, "
+                f"{self.classes.count}] is needed."
             )
         return scores
 
@@ -144,9 +143,7 @@ def from_network(spec: str, size: Size | None = None, weights: str = "") -> Anno
     preprocessing, report = eval_view(opened.info), opened.report
     if report is not None and (report.missing or report.left_out):
         wrong = ", ".join([*report.left_out, *report.missing][:3])
-        raise AnnotatorError(
-            f"{opened.source} does not fill all weights of {spec}, so its scores would be noise: {wrong}."
-        )
+        raise AnnotatorError(f"{opened.source} does not fill all weights of {spec} ({wrong}): scores would be noise.")
     if opened.num_classes < 1:
         raise AnnotatorError(f"{spec} has no classifier (0 classes), so it cannot label; choose a classifier.")
     if spec.startswith("registry:"):
@@ -169,13 +166,10 @@ def from_run(spec: str, size: Size | None = None, weights: str = "") -> Annotato
     path = find_weights(spec.removeprefix("self:"))
     info = describe(path)
     if info is None:
-        raise AnnotatorError(
-            f"{path} was not written by everytoken. For other weights use timm:NAME with these weights."
-        )
+        raise AnnotatorError(f"{path} was not written by everytoken: use timm:NAME with these weights.")
     if not info.token_class_names:
         raise AnnotatorError(
-            f"{path} has no token head, so it has nothing to say about tokens. Train with token labels first, or let "
-            f"its class head look at every cell: timm:{info.architecture} with the weights {path}"
+            f"{path} has no token head. Use its class head at every cell: timm:{info.architecture} with these weights."
         )
     opened = open_model(path, img_size=size)
     settings = {"model": info.architecture, "weights_sha256": weights_hash(opened.model)}
@@ -183,58 +177,11 @@ def from_run(spec: str, size: Size | None = None, weights: str = "") -> Annotato
     return Annotator(name, eval_view(opened.info), opened.token_classes, settings, network)
 
 
-def from_python(spec: str, size: Size | None = None, weights: str = "") -> Annotator:
-    """Your own function from images to score maps: `python:module:name` is imported (the working directory counts).
-
-        def score(images):                  # float32 [B, 3, H, W], RGB, 0..1
-            return logits                   # [B, rows, columns, classes], a tensor or an array
-
-        score.class_names = ["cat", "dog"]  # needed
-        score.img_size = 448                # the rest if it wants: 224, mean 0, std 1, bicubic, version ""
-        score.mean, score.std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-        score.version = "2"                 # a store is not continued with another version
-
-    It may be a torch module (an object, not its class): it is moved to the device and put into evaluation mode.
-    """
-    module_name, _, name = spec.removeprefix("python:").partition(":")
-    if not module_name or not name:
-        raise AnnotatorError(f"{spec} should be python:module:function, for example python:my_labels:score.")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise AnnotatorError(
-            f"{spec}: the module {module_name!r} cannot be imported ({error}). It is looked for in the working "
-            "directory and in PYTHONPATH."
-        ) from error
-    function = getattr(module, name, None)
-    if function is None:
-        raise AnnotatorError(f"{spec}: {module_name} has no {name!r}.{did_you_mean(name, dir(module))}")
-    if not callable(function) or isinstance(function, type):
-        raise AnnotatorError(f"{spec}: {name} is a {type(function).__name__}, not a function or a module object.")
-    names = tuple(map(str, getattr(function, "class_names", ())))
-    if not names or len(set(names)) < len(names):
-        raise AnnotatorError(
-            f"{spec}: set {name}.class_names to the list of its classes, all different, in the order of its scores."
-        )
-    height, width = size or np.broadcast_to(getattr(function, "img_size", 224), 2).tolist()
-    preprocessing = EvalTransform(
-        (height, width),
-        interpolation=str(getattr(function, "interpolation", "bicubic")),
-        mean=tuple(np.broadcast_to(getattr(function, "mean", 0.0), 3).tolist()),
-        std=tuple(np.broadcast_to(getattr(function, "std", 1.0), 3).tolist()),
-    )
-    settings = {"version": str(getattr(function, "version", ""))}
-    return Annotator(spec, preprocessing, ClassList(len(names), names), settings, function)
-
-
 ANNOTATORS: dict[str, tuple[str, Callable[[str, Size | None, str], Annotator] | None]] = {
     "timm": ("timm:NAME (any timm classifier)", from_network),
     "registry": ("registry:efficientnet_lite0|1|2 (ImageNet weights from the package index)", from_network),
     "fit": ("fit (a linear head on a frozen network, fitted to this dataset)", None),
     "self": ("self:RUN (the token head of a model trained here)", from_run),
-    "python": ("python:module:function (a function of your own)", from_python),
 }
 """How each kind is written, and what builds it from its name, the size of its input and weights."""
 

@@ -41,8 +41,9 @@ from everytoken_lab.annotators.reading import ImageReader, read_batches
 from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.machine import default_workers
-from everytoken_lab.models.inference import faster
-from everytoken_lab.models.open import Description, open_model, weights_at_hand
+from everytoken_lab.models.description import Description
+from everytoken_lab.models.onnx import faster
+from everytoken_lab.models.open import MODERN, open_model, weights_at_hand
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -77,8 +78,9 @@ def available_weights() -> list[str]:
 
 
 def candidates(weights: Sequence[str] = (), img_size: int = 0) -> list[Candidate]:
-    """What to choose from, cheap ones first: the named or all available weights, at their own size."""
-    return [Candidate(name, img_size) for name in list(weights) or available_weights()]
+    """What to choose from, cheap ones first: the named or all available weights, at the size that suits them."""
+    names = list(weights) or available_weights()
+    return [Candidate(name, img_size or MODERN.get(name.removeprefix("timm:"), 0)) for name in names]
 
 
 class FrozenBackbone:
@@ -95,10 +97,12 @@ class FrozenBackbone:
     ) -> None:
         opened = open_model(name, img_size=img_size or None)
         backbone: Any = opened.model.backbone
-        if not _classifiers(backbone):
-            raise AnnotatorError(f"{name} has no linear classifier, so none can be fitted in its place.")
         self.name, self.device = name, torch.device(device)
         weights = weights_hash(backbone)
+        if not backbone.num_classes:  # published without a classifier
+            backbone.reset_classifier(1)
+        if not _classifiers(backbone):
+            raise AnnotatorError(f"{name} has no linear classifier, so none can be fitted in its place.")
         backbone.reset_classifier(0)
         self.model = TokenModel(backbone)
         self.model.to(self.device).to(memory_format=torch.channels_last).eval().requires_grad_(False)

@@ -22,21 +22,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, refuse_link, write_atomically
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
 from everytoken_lab import schema
+from everytoken_lab.annotators import AnnotateOptions, pair
 from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, CellScores, whole_cells
 from everytoken_lab.annotators.features import Choice, FrozenBackbone, candidates, choose_backbone
-from everytoken_lab.annotators.options import AnnotateOptions, pair
 from everytoken_lab.classes import ClassList
-from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, DataSet, keys_hash, split_off
 from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.distributed import World
-from everytoken_lab.models.open import open_model
 
 logger = logging.getLogger(__name__)
 FOLDER = "annotator"
@@ -67,13 +65,12 @@ def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: Wor
     """Fit what is not fitted yet, by the first process, keep it in `out/annotator`, and return the annotator."""
     if data.multi_label:
         raise EverytokenError(
-            f"`fit` learns one class per image, and {data.name} is multi-label. Use an annotator that exists "
-            "(registry:efficientnet_lite0, timm:NAME), or train without score maps."
+            f"`fit` learns one class per image, and {data.name} is multi-label. Use registry:NAME or timm:NAME."
         )
     if len(data.class_names) < 2:
         raise EverytokenError(
             f"`fit` learns to tell classes apart, and {data.name} has {len(data.class_names)}. Put the images of each "
-            "class into a folder of its own, or use an annotator that exists (timm:NAME)."
+            "class into a folder of its own, or use timm:NAME."
         )
     folder = out / FOLDER
     refuse_link(folder)
@@ -87,9 +84,7 @@ def fit_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: Worl
     """The chosen backbone with its heads, and the indices of the images that they were fitted on."""
     name, sizes = options.fit_model, pair(options.fit_size)
     if name and ":" not in name and not Path(name).expanduser().exists():
-        raise EverytokenError(
-            f"fit_model must be registry:NAME, timm:NAME, a run folder or a weights file, got {name!r}"
-        )
+        raise EverytokenError(f"fit_model must be registry:NAME, timm:NAME, a run or a weights file, got {name!r}")
     learnt = np.arange(len(data)) if options.val_split else split_off(data, DEFAULT_VAL_SPLIT, seed=0)[0]
     choice = choose_backbone(
         data.subset(learnt),
@@ -184,12 +179,3 @@ def open_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: Wor
     }
     classes, network = ClassList(len(data.class_names), tuple(data.class_names)), CellScores(backbone.model)
     return LinearAnnotator("fit", backbone.preprocessing, classes, settings, network, weight, bias, part)
-
-
-def kept_network(store: Path) -> tuple[nn.Module, EvalTransform, tuple[str, ...]]:
-    """The classifier that `fit` has left beside a store, its input, and its classes."""
-    path = store / FOLDER / "best.safetensors"
-    if not path.is_file():
-        raise AnnotatorError(f"{store} keeps no network of its own: its annotator is not `fit` ({path} is missing)")
-    opened = open_model(path)
-    return opened.model.backbone, eval_view(opened.info), opened.info.class_names

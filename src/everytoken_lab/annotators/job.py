@@ -35,19 +35,19 @@ from everytoken.maps import Maps, MapWriter, StoreMeta
 from everytoken.maps.format import find_plan
 from everytoken.maps.writer import check_folder, mismatch
 from everytoken_lab import schema
+from everytoken_lab.annotators import AnnotateOptions, pair
 from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, build_annotator
 from everytoken_lab.annotators.fit import fit_annotator
-from everytoken_lab.annotators.options import AnnotateOptions, pair
 from everytoken_lab.annotators.reading import ImageBatch, ImageReader, read_batches
 from everytoken_lab.classes import ClassPlan, plan_classes
-from everytoken_lab.data.datasets import DataError, DataSet, NoClassFoldersError, hidden, open_dataset
+from everytoken_lab.data.datasets import DataError, DataSet, NoClassFoldersError, open_dataset
+from everytoken_lab.data.tree import hidden
 from everytoken_lab.engine.distributed import World, join_world
 from everytoken_lab.maps.summary import StoreSummary, sample_positions, summarize_store
 
 Progress = Callable[[int, int], None]
 _FEW = 20  # up to this many classes, all scores are kept: dropped ones count as 0, which is more than some of ten have
 _AHEAD = 3  # batches of maps that may wait for the writing thread
-_COPIED_AT_ONCE = 64  # maps in memory
 _MANY = 200  # images for which an annotator is made faster first
 _CROP_MODES = {"squash": "squash", "letterbox": "border", "center": "center"}
 _ALONE = World(0, 1, torch.device("cpu"))
@@ -61,7 +61,6 @@ class Outcome:
         data: what was annotated. plan: whose classes the store has.
         done: images annotated or skipped by this process in this run. seconds: that it took.
         notes: sentences the user should read.
-        copied: maps that came from another store.
         world: this process among those that shared the job.
     """
 
@@ -70,7 +69,6 @@ class Outcome:
     done: int
     seconds: float
     notes: tuple[str, ...]
-    copied: int
     world: World
 
 
@@ -89,11 +87,10 @@ def annotate(
     Calling it again with the same arguments continues a store that was begun.
 
     Args:
-        data: folder of class folders (with or without train/ and val/), archive, torchvision:NAME, hf:NAME; or a
+        data: folder of class folders (with or without train/ and val/), archive, torchvision:NAME; or a
             dataset.
         out: folder of the store, new or begun.
-        annotator: timm:NAME, registry:efficientnet_lite0|1|2, fit, self:RUN, python:module:function; or an
-            `Annotator`.
+        annotator: timm:NAME, registry:efficientnet_lite0|1|2, fit, self:RUN; or an `Annotator`, for scores of your own.
         progress: called with (images done, images in all) of this process.
         options: fields of `AnnotateOptions`.
     """
@@ -141,8 +138,6 @@ def _make_annotator(name: str, data: DataSet, out: Path, options: AnnotateOption
         if used:
             raise EverytokenError(f"{', '.join(used)} can only be used with the annotator fit, not with {name}")
         return build_annotator(name, pair(options.img_size), options.weights)
-    if options.reuse:
-        raise EverytokenError("reuse is not for the annotator fit, which learns from all images, the new ones too")
     if options.weights:
         raise EverytokenError("the annotator fit trains its own weights; for yours use timm:NAME with weights")
     return fit_annotator(data, out, options, world)
@@ -191,7 +186,6 @@ def fill_store(
     amp_dtype = options.amp_dtype if options.amp else ""
     settings = {**annotator.describe(), "amp": amp_dtype, **plan.describe()}
     meta = StoreMeta(grid, top_k, plan.names, plan.count, options.resize, settings)
-    older = _open_older(Path(options.reuse), out, meta) if options.reuse else None
     with MapWriter(
         out,
         data.keys(),
@@ -203,8 +197,7 @@ def fill_store(
     ) as writer:
         shards = writer.pending_shards()
         total = sum(len(writer.shard_range(i)) for i in range(world.rank, writer.plan.num_shards, world.size))
-        copied = frozenset() if older is None else _copy_maps(writer, shards, older)
-        todo = [[i for i in writer.shard_range(shard) if i not in copied] for shard in shards]
+        todo = [writer.shard_range(shard) for shard in shards]
         done = before = total - sum(map(len, todo))
         tell = progress or (lambda _done, _total: None)
         tell(done, total)
@@ -226,40 +219,13 @@ def fill_store(
             writer.finalize()
         world.barrier()
     notes = tuple(_notes(annotator, plan, grid))
-    return Outcome(data, plan, done - before, seconds, notes, len(copied), world)
+    return Outcome(data, plan, done - before, seconds, notes, world)
 
 
 def store_order(data: DataSet) -> np.ndarray:
     """[n] index in the dataset of each position of the store, which sorts keys by their bytes."""
     keys = [key.encode("utf-8", "surrogateescape") for key in data.keys()]  # noqa: SIM118
     return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
-
-
-def _open_older(source: Path, out: Path, meta: StoreMeta) -> Maps:
-    """The store `source`, if its maps can stand beside those that `meta` describes."""
-    if source.resolve() == out.resolve():
-        raise EverytokenError(f"reuse {source} is the store that shall be written; name another output folder.")
-    store = Maps(source, check=True)
-    differences = store.meta.differences(meta)
-    if differences:
-        raise EverytokenError(
-            f"reuse {source}: its maps were made in another way, so they cannot stand beside new ones:\n  "
-            + "\n  ".join(differences[:3])
-            + "\nRepeat the settings of that store, or annotate all images without it."
-        )
-    return store
-
-
-def _copy_maps(writer: MapWriter, shards: Sequence[int], store: Maps) -> frozenset[int]:
-    """Put the maps of `store` into the shards to be written; the positions that are done."""
-    done: list[int] = []
-    for shard in shards:
-        positions = [position for position in writer.shard_range(shard) if writer.key(position) in store]
-        for start in range(0, len(positions), _COPIED_AT_ONCE):
-            some = positions[start : start + _COPIED_AT_ONCE]
-            writer.write({key: store[key] for key in map(writer.key, some)})
-        done += positions
-    return frozenset(done)
 
 
 def fill(
@@ -331,8 +297,8 @@ def _notes(annotator: Annotator, plan: ClassPlan, grid: tuple[int, int]) -> Iter
     height, width = annotator.preprocessing.size
     if height % grid[0] or width % grid[1]:
         yield (
-            f"{height} x {width} pixels are not a whole number of pixels for each of the {grid[0]} x {grid[1]} cells, "
-            "so cells at the border lie a little off; choose a multiple for img_size."
+            f"{height} x {width} pixels are no multiple of the {grid[0]} x {grid[1]} cells, so cells at the border lie "
+            "a little off; choose a multiple for img_size."
         )
     if plan.how == "by name" and plan.count < annotator.classes.count:
         yield (
@@ -351,11 +317,6 @@ def summarise(path: Path, data: DataSet, label_to_class: Sequence[int], limit: i
     """
     maps = Maps(path)
     keys = {maps.key(i) for i in sample_positions(len(maps), limit)}
-    labels = {key: data.label(index) for index, key in enumerate(data.keys()) if key in keys}
-
-    def class_of(key: str) -> int | None:
-        label = labels[key]
-        number = label_to_class[label] if 0 <= label < len(label_to_class) else -1
-        return number if number >= 0 else None
-
-    return summarize_store(maps, limit, class_of)
+    classes = {-1: -1, **dict(enumerate(label_to_class))}
+    known = {key: classes.get(data.label(index), -1) for index, key in enumerate(data.keys()) if key in keys}
+    return summarize_store(maps, limit, lambda key: known[key] if known[key] >= 0 else None)

@@ -12,12 +12,15 @@ import inspect
 import io
 import logging
 import os
+import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everytoken.errors import EverytokenError, did_you_mean, install_command, no_telemetry
 from everytoken.files import disk_error
+from everytoken_lab.schema import say
 
 GROUPS: dict[str, dict[str, str]] = {  # in the order of use
     "Begin": {
@@ -48,6 +51,7 @@ GROUPS: dict[str, dict[str, str]] = {  # in the order of use
     },
 }
 COMMANDS = {name: what for group in GROUPS.values() for name, what in group.items()}
+_NO_MEMORY = re.compile("can't allocate memory|start new thread|bad_alloc|failed to map")  # of torch, Python and Linux
 EXAMPLES = (
     "everytoken train photos                 # one folder per class; everything else is decided",
     "everytoken predict runs/photos new.jpg  # what is it?",
@@ -56,6 +60,8 @@ EXAMPLES = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
+    if argv is None:
+        signal.signal(signal.SIGINT, _interrupt)
     argv = list(sys.argv[1:] if argv is None else argv)
     show_log()
     no_telemetry()
@@ -68,13 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] in (["-V"], ["--version"]):
             from everytoken._version import version
 
-            print(f"everytoken {version()}")
+            say(f"everytoken {version()}")
             return 0
-        argv = _set_limit(argv)
         name = _choose("everytoken", GROUPS, argv, EXAMPLES)
         return (_run_module(name, argv[1:], f"everytoken {name}") if name else 0) or 0
     except KeyboardInterrupt:
-        print("everytoken: interrupted", file=sys.stderr)
+        say("everytoken: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `everytoken models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -86,8 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int | None = getattr(told, "exit_code", None)
         if code is not None:  # a run that was asked to stop, and has said so
             return code
-        print(f"everytoken: {told}", file=sys.stderr)
+        say(f"everytoken: {told}", file=sys.stderr)
         return 2
+
+
+def _interrupt(*_: object) -> None:
+    """Ctrl-C; a second one does not wait until everything is put away. (Processes of loaders end by themselves.)"""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    raise KeyboardInterrupt
 
 
 def _told(error: Exception) -> EverytokenError | None:
@@ -96,7 +107,7 @@ def _told(error: Exception) -> EverytokenError | None:
         return error
     if isinstance(error, OSError) and error.errno is not None:
         return disk_error(error)
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
         return EverytokenError("out of memory. Use a smaller --batch-size, fewer --workers, or a machine with more.")
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("everytoken"):
         return EverytokenError(f"{error.name} is not installed. Install: {install_command('lab')}")
@@ -105,19 +116,6 @@ def _told(error: Exception) -> EverytokenError | None:
         told: EverytokenError | None = loader.worker_error(error)
         return told
     return None
-
-
-def _set_limit(argv: list[str]) -> list[str]:
-    """Take --max-pixels, which all commands have, out of the words; worker processes read it in the environment."""
-    words = list(argv)
-    for i, word in enumerate(argv):
-        name, sign, value = word.partition("=")
-        if name in ("--max-pixels", "--max_pixels"):
-            value = value if sign else "".join(argv[i + 1 : i + 2])
-            os.environ["EVERYTOKEN_MAX_PIXELS"] = value or "nothing"
-            del words[i : i + 1 if sign else i + 2]
-            break
-    return words
 
 
 def show_log() -> None:
@@ -133,7 +131,7 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        print(self.format(record), file=stream, flush=True)
+        say(self.format(record), file=stream)
 
 
 def _functions(name: str) -> dict[str, Callable[[Any], int | None]]:
@@ -158,7 +156,7 @@ def _choose(prog: str, groups: Mapping[str, Mapping[str, str]], argv: list[str],
     """The command that the first word names; "" where the list of commands was printed instead."""
     name = (argv or ["--help"])[0]
     if name in ("-h", "--help", "help"):
-        print(_overview(prog, groups, examples))
+        say(_overview(prog, groups, examples))
         return ""
     commands = [command for group in groups.values() for command in group]
     if name not in commands:
@@ -183,5 +181,4 @@ def _overview(prog: str, groups: Mapping[str, Mapping[str, str]], examples: Sequ
     lines += [f"`{prog} COMMAND --help` explains a command, with examples."]
     if prog == "everytoken":
         lines = ["Train vision transformers on every token.", "", *lines]
-        lines += ["Every command that reads images takes --max-pixels N, for images of more than 89 million pixels."]
     return "\n".join(lines)

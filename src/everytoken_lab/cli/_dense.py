@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from everytoken.files import plain_json
 from everytoken_lab.cli._parse import values_of
-from everytoken_lab.cli._tables import print_classes, print_facts, print_table
-from everytoken_lab.schema import counted
+from everytoken_lab.cli._tables import print_classes, print_table
+from everytoken_lab.schema import counted, say
 
 if TYPE_CHECKING:
     from everytoken_lab.dense.common import Evaluation
@@ -27,24 +27,22 @@ class JsonFlag:
 
 
 def train(task: str, options: Any, plain: type[Any]) -> None:
-    """Train, or print the plan."""
+    """Train what was asked for."""
     module = importlib.import_module(f"everytoken_lab.dense.{task}.task")
-    made = module.train(plain(**values_of(options, plain)), set(options.given), options.set, options.dry_run)
-    if options.dry_run and made:  # the first process alone makes one
-        print_facts(made, "The plan (nothing was written)")
+    module.train(plain(**values_of(options, plain)), set(options.given), options.set)
 
 
 def report(result: Evaluation, options: Any, numbers: Sequence[dict[str, Any]], order: str) -> None:
     """Notes, a table of numbers and one of classes, sorted by the column `order`; or JSON."""
     for note in result.notes:
-        print(f"note: {note}", file=sys.stderr if options.json else sys.stdout)
+        say(f"note: {note}", file=sys.stderr if options.json else sys.stdout)
     if options.json:
-        print(plain_json({**result.numbers, "classes": result.classes}))
+        say(plain_json({**result.numbers, "classes": result.classes}))
         return
     print_table(numbers, f"{options.source} on {options.data}: {result.numbers['images']:,.0f} images")
-    print(f"{result.numbers['images_per_second']:.2f} images/s")
+    say(f"{result.numbers['images_per_second']:.2f} images/s")
     if result.skipped:
-        print(f"Left out {counted(len(result.skipped), 'unreadable image')}")
+        say(f"Left out {counted(len(result.skipped), 'unreadable image')}")
     print_classes([{name: known(value) for name, value in row.items()} for row in result.classes], order)
 
 
@@ -58,10 +56,10 @@ def predict(task: str, options: Any) -> None:
     rows = importlib.import_module(f"everytoken_lab.dense.{task}.infer").predict(options)
     if options.json:
         for row in rows:
-            print(json.dumps(row))
+            say(json.dumps(row))
         return
     unit = " %" if task == "segment" else ""
     for row in rows:
         (_, image), *classes = row.items()
-        print(f"{image}: {', '.join(f'{title} {value:.0f}{unit}' for title, value in classes[:5]) or 'nothing'}")
-    print(f"{len(rows)} pictures and their {'masks' if unit else 'objects'} in {options.out}")
+        say(f"{image}: {', '.join(f'{title} {value:.0f}{unit}' for title, value in classes[:5]) or 'nothing'}")
+    say(f"{len(rows)} pictures and their {'masks' if unit else 'objects'} in {options.out}")

@@ -55,7 +55,7 @@ def options_of(command: Callable[..., Any]) -> type:
 
 
 def call(command: Callable[[Any], int | None], argv: list[str], prog: str) -> int | None:
-    """Call a command with its options: those that its dataclass `read`s from the words, or just the flags."""
+    """Call a command with its options."""
     config: Any = options_of(command)
     return command(config.read(argv, prog) if hasattr(config, "read") else parse(config, prog, argv))
 

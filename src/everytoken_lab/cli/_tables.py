@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from everytoken_lab.schema import one_line, say, shown
+
 
 def print_table(rows: Sequence[Mapping[str, Any]], title: str = "", caption: str = "") -> None:
     """One line per row, under the names of the first row; numbers are right-aligned."""
@@ -37,7 +39,7 @@ def print_facts(facts: Mapping[str, Any], title: str = "") -> None:
 def _print(title: str, table: Table) -> None:
     console = Console(markup=False)  # names of classes and folders are nobody's formatting
     if title:
-        console.print(title)
+        console.print(shown(title))
     console.print(table)
 
 
@@ -46,12 +48,12 @@ def _cell(value: Any) -> str:
         return f"{value:.1f}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return "-" if value is None else str(value)
+    return "-" if value is None else one_line(value)
 
 
 def print_some(lines: Sequence[str], limit: int) -> None:
     """The first lines, and how many more there are."""
     for line in lines[:limit]:
-        print(f"  {line}")
+        say(f"  {line}")
     if len(lines) > limit:
-        print(f"  and {len(lines) - limit:,} more")
+        say(f"  and {len(lines) - limit:,} more")

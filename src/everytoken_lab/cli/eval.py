@@ -15,6 +15,7 @@ from everytoken_lab.cli._parse import Source, check_source, values_of
 from everytoken_lab.cli._tables import print_classes, print_facts
 from everytoken_lab.evaluation import EvalOptions
 from everytoken_lab.progress import Progress
+from everytoken_lab.schema import say
 
 if TYPE_CHECKING:
     from everytoken_lab.evaluation.run import Evaluation
@@ -44,7 +45,7 @@ class EvalCommand(EvalOptions):
 
     source: Source
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[DATA]")] = ""
-    """Images: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, hf:NAME. Default: the images
+    """Images: a folder with val/, a folder of class folders, tar shards, torchvision:NAME. Default: the images
     that the run held out."""
     out: str = ""
     """Write predictions to OUT.csv and numbers to OUT.json."""
@@ -60,14 +61,14 @@ def main(options: EvalCommand) -> None:
     with Progress("eval", "images") as progress:
         result = evaluate(options.source, data, progress=progress, **values_of(options, EvalOptions))
     for note in result.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", file=sys.stderr)
     if options.out:
         stem = options.out.removesuffix(".json").removesuffix(".csv")
         result.to_csv(f"{stem}.csv")
         content = plain_json({**result.numbers, "classes": result.per_class()})
         write_atomically(Path(f"{stem}.json"), content.encode())
     if options.json:
-        print(plain_json(result.numbers))
+        say(plain_json(result.numbers))
     else:
         _print(result, f"{options.source} on {data}")
 
@@ -78,29 +79,26 @@ def _own_data(source: str) -> str:
 
     run = run_of(source)
     if run is None:
-        raise EverytokenError(
-            f"{source} does not say what it was trained on: name the images (everytoken eval {source} DATA)"
-        )
+        raise EverytokenError(f"{source} does not say what it was trained on: name the images")
     if run.cross_validated:
         raise EverytokenError(
             f"{source} was trained on all of its photos, so they cannot tell how good it is; cross-validation said "
-            f"{run.metric} {run.score:.1f} %. Name photos that it has not seen (everytoken eval {source} DATA)"
+            f"{run.metric} {run.score:.1f} %. Name photos that it has not seen"
         )
     return run.own_data()
 
 
 def _print(result: Evaluation, title: str) -> None:
-    from everytoken_lab.calibration import ENOUGH
     from everytoken_lab.classes import shown_name
 
     facts = {}
     for key, value in result.numbers.items():
-        if key == "ece" and len(result.predictions) < ENOUGH:
+        if key == "ece" and len(result.predictions) < 500:  # says more about chance
             continue
         text = f"{value:.2f} %" if key in _LABELS else f"{value:,.0f}" if float(value).is_integer() else f"{value:,.3f}"
         if key in ("top1", "mAP"):
             text += f"  (95 % interval {result.top1.low:.2f} to {result.top1.high:.2f})"
-        facts[_LABELS.get(key, key.replace("_per_second", "/s").replace("_", " "))] = text
+        facts[_LABELS.get(key, key.replace("_per_second", "/s"))] = text
     if result.skipped:
         facts["unreadable, left out"] = str(len(result.skipped))
     print_facts(facts, title)

@@ -10,6 +10,7 @@ import tyro
 
 from everytoken_lab.cli._parse import Source, check_source, values_of
 from everytoken_lab.explanation import ExplainOptions
+from everytoken_lab.schema import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,4 +37,4 @@ def main(options: ExplainCommand) -> None:
 
     result = explain(options.source, options.images, options.out, **values_of(options, ExplainOptions))
     for path in result.files:
-        print(path)
+        say(path)

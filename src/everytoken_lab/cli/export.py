@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from everytoken_lab.cli._parse import Source, check_source, values_of
 from everytoken_lab.evaluation import ExportOptions
+from everytoken_lab.schema import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class ExportCommand(ExportOptions):
     Examples:
         everytoken export runs/first
         everytoken export runs/first --to timm onnx --out flowers
-        everytoken export runs/first --to hf --push me/flowers --license apache-2.0
+        everytoken export runs/first --to hf --out flowers --license apache-2.0
         everytoken export registry:efficientnet_lite0 --to onnx --cells
     """
 
@@ -34,9 +35,7 @@ def main(options: ExportCommand) -> None:
 
     result = export(options.source, options.out or None, **values_of(options, ExportOptions))
     for note in result.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", file=sys.stderr)
     for name, difference in result.differences.items():
-        print(f"{result.folder / name}: differs by {difference:.1e} from the model, on {result.checked_on}")
-    print(f"{result.folder / 'README.md'}: the model card")
-    if result.address:
-        print(f"pushed to {result.address}")
+        say(f"{result.folder / name}: differs by {difference:.1e} from the model, on {result.checked_on}")
+    say(f"{result.folder / 'README.md'}: the model card")

@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from everytoken.errors import EverytokenError
-from everytoken.files import write_picture
+from everytoken.files import write_atomically, write_picture
 from everytoken.maps import Maps, verify
 from everytoken_lab.cli._tables import print_facts, print_some
 from everytoken_lab.maps.released import import_released
 from everytoken_lab.maps.summary import StoreSummary, summarize_store
 from everytoken_lab.progress import Progress
+from everytoken_lab.schema import say
 
 Store = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS", help="Folder of the store.")]
 
@@ -38,7 +39,7 @@ def info(options: Info) -> None:
     maps = Maps(options.maps, partial=True)
     facts = describe(maps, summarize_store(maps))
     if options.json:
-        print(json.dumps(facts, indent=1))
+        say(json.dumps(facts, indent=1))
     else:
         print_store(options.maps, facts)
 
@@ -81,10 +82,10 @@ def print_store(path: Path, facts: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Sheet:
-    """Draw images with their maps. First those where map and folder disagree, then mixed ones; or those you name.
+    """Draw images with their maps. First those where map and folder disagree; or those you name.
 
     Examples:
-        everytoken maps sheet maps --images photos --out sheet.png
+        everytoken maps sheet maps --images photos --out sheet.html
         everytoken maps sheet maps cat/1.jpg dog/7.jpg --images photos --out two.png
     """
 
@@ -94,22 +95,27 @@ class Sheet:
     images: Path | None = None
     """The image folder that was annotated. Without it the cells are drawn on grey."""
     out: Path = Path("sheet.png")
-    """Picture to write."""
+    """A picture to write, or with .html a page on which cells can be pointed at."""
     count: int = 24
     """Images on the sheet, if they are not named."""
 
 
 def sheet(options: Sheet) -> None:
-    from everytoken_lab.maps.sheet import sheet_picture
+    from everytoken_lab.maps.sheet import sheet_facts, sheet_picture
+    from everytoken_lab.reports.page import render
 
     maps = Maps(options.maps, partial=True)
-    picture = sheet_picture(maps, options.keys, options.images, options.count)
+    is_page = options.out.suffix.lower() in (".html", ".htm")
+    drawn = (sheet_facts if is_page else sheet_picture)(maps, options.keys, options.images, options.count)
     try:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_picture(options.out, picture)
+        if isinstance(drawn, dict):
+            write_atomically(options.out, render(f"Score maps of {options.maps}", drawn).encode())
+        else:
+            write_picture(options.out, drawn)
     except OSError as error:
         raise EverytokenError(f"cannot write {options.out}: {error}.") from error
-    print(f"wrote {options.out}")
+    say(f"wrote {options.out}")
 
 
 @dataclass(frozen=True)
@@ -127,17 +133,16 @@ def verify_store(options: Verify) -> int:
     with Progress("verify", "B") as progress:
         verdict = verify(options.maps, progress)
     for problem in verdict.problems:
-        print(f"damaged {problem.file}: {problem.what}")
+        say(f"damaged {problem.file}: {problem.what}")
         print_some(problem.keys, 20)
     state = "" if verdict.complete or not verdict.ok else f" of {verdict.images:,}; the store is not finished"
     count = f"{verdict.maps:,} maps, {verdict.skipped:,} skipped images{state}, {verdict.bytes / 1e6:,.1f} MB"
     if verdict.ok:
-        print(f"{options.maps}: intact ({count})")
+        say(f"{options.maps}: intact ({count})")
         return 0
-    print(
+    say(
         f"{options.maps}: {len(verdict.problems)} damaged file(s) ({count}).\n"
-        "Restore them from a copy; or delete the damaged shards and run the command that made the store again: it "
-        "makes only those."
+        "Restore them from a copy, or delete the damaged shards and run the command that made the store again."
     )
     return 1
 
@@ -170,10 +175,10 @@ class Import:
 def import_maps(options: Import) -> None:
     with Progress("import", "maps") as progress:
         store, notes = import_released(**vars(options), progress=progress)
-    print(f"{options.out}: {len(store):,} maps, {len(store.skipped):,} images without one")
+    say(f"{options.out}: {len(store):,} maps, {len(store.skipped):,} images without one")
     print_some([f"{key}: {reason}" for key, reason in store.skipped.items()], 20)
     for note in notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
 
 
 COMMANDS = {"info": info, "sheet": sheet, "verify": verify_store, "import": import_maps}

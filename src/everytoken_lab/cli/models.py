@@ -12,6 +12,7 @@ import tyro
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken_lab.cli._tables import print_facts, print_table
+from everytoken_lab.schema import say
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,7 @@ def main(options: ModelsOptions) -> None:
     if options.pattern and timm.is_model(options.pattern):
         facts = measure(options)
         if options.json:
-            print(json.dumps(facts, indent=1))
+            say(json.dumps(facts, indent=1))
         else:
             print_facts(facts, options.pattern)
         return
@@ -69,9 +70,9 @@ def main(options: ModelsOptions) -> None:
             "models` lists the families; other timm models have no token view yet."
         )
     if options.json:
-        print(json.dumps(names, indent=1))
+        say(json.dumps(names, indent=1))
     elif options.pattern:
-        print("\n".join(name for group in names.values() for name in group))
+        say("\n".join(name for group in names.values() for name in group))
     else:
         _print_families(names)
 
@@ -109,7 +110,7 @@ def measure(options: ModelsOptions) -> dict[str, Any]:
     from everytoken.models.token_model import TokenModel
     from everytoken_lab.engine.distributed import pick_device
     from everytoken_lab.engine.recipe import overrides
-    from everytoken_lab.models.open import building, create_sized
+    from everytoken_lab.models.description import building, create_sized
 
     device = torch.device(pick_device(options.device))
     arguments = {"num_classes": 1000, **overrides(options.set, {})}

@@ -14,7 +14,7 @@ import tyro
 from everytoken_lab.cli._parse import Source, check_source, values_of
 from everytoken_lab.evaluation import PredictOptions
 from everytoken_lab.progress import Progress
-from everytoken_lab.schema import counted
+from everytoken_lab.schema import counted, one_line, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +33,18 @@ class PredictCommand(PredictOptions):
     images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES")]
     """Image files and folders (searched recursively)."""
     out: str = ""
-    """Write a CSV table here instead of printing lines: image, class, probability, and the next best classes."""
+    """Write a CSV table here instead of printing lines: image, class, probability, the next best classes, and whether
+    the image is unfamiliar: less like the classes than 95 % of the images that the run held out."""
     json: bool = False
     """Print JSON, one image per line; with --locate also the box and the mask, as COCO's run lengths."""
     pictures: str = ""
     """Write the images with mask and box drawn on them to this folder."""
 
 
-def main(options: PredictCommand) -> None:
+def main(options: PredictCommand) -> int:
     check_source(options.source)
     from everytoken_lab.classes import shown_name
-    from everytoken_lab.data.datasets import check_is_no_input, gather_images
+    from everytoken_lab.data.tree import check_is_no_input, gather_images
     from everytoken_lab.evaluation.predictions import predict
 
     if options.out and Path(options.out).is_file():
@@ -54,25 +55,30 @@ def main(options: PredictCommand) -> None:
     with Progress("predict", "images") as progress:
         result = predict(options.source, options.images, progress=progress, **settings)
     for note in result.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", file=sys.stderr)
     if options.pictures:
         result.save_pictures(options.pictures)
     if options.out:
         result.to_csv(options.out)
     if options.json:
         for image in result:
-            print(json.dumps(image.to_json(), ensure_ascii=False))
-        return
+            say(json.dumps(image.to_json(), ensure_ascii=False))
+        for path, reason in result.skipped.items():
+            say(json.dumps({"image": path, "error": reason}, ensure_ascii=False))
+        return 0 if len(result) else 2
     if options.out:
         often = Counter(name for image in result for name in image.answers).most_common(5)
-        print(f"{len(result):,} images in {options.out}: " + ", ".join(f"{shown_name(n)} {c:,}" for n, c in often))
+        say(f"{len(result):,} images in {options.out}: " + ", ".join(f"{shown_name(n)} {c:,}" for n, c in often))
     for image in () if options.out else result:
         pairs = zip(image.classes, image.probabilities, strict=True)
-        likely = ", ".join(f"{shown_name(name)} {100 * p:.1f} %" for name, p in pairs)
+        likely = ", ".join(f"{one_line(shown_name(name))} {100 * p:.1f} %" for name, p in pairs)
         if image.labels is not None or not image.sure:
-            likely = f"{', '.join(map(shown_name, image.answers)) or 'none'} ({likely})"
+            likely = f"{one_line(', '.join(map(shown_name, image.answers))) or 'none'} ({likely})"
         box = f" at {' '.join(f'{edge:.0f}' for edge in image.location.pixels)}" if image.location else ""
-        print(f"{image.path}: {likely}{box}")
-    if result.skipped:
-        left_out = counted(len(result.skipped), "unreadable image")
-        print(f"Left out {left_out}, the first: {next(iter(result.skipped))}")
+        familiar = "; unlike the training photos" if image.unfamiliar else ""
+        say(f"{one_line(image.path)}: {likely}{box}{familiar}")
+    for reason in () if options.out else result.skipped.values():
+        say(one_line(reason))
+    if bad := list(result.skipped):
+        say(f"{counted(len(bad), 'image')} could not be read, the first: {one_line(bad[0])}")
+    return 0 if len(result) else 2

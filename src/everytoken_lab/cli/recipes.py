@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from everytoken_lab.cli._tables import print_table
+from everytoken_lab.schema import say
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def main(options: Recipes) -> None:
     pattern = name if set("*?[") & set(name) else f"*{name}*"
     matching = [recipe for recipe in names if fnmatch(recipe, pattern)]
     if name in names or not matching:
-        print(recipe_text(name), end="")
+        say(recipe_text(name).rstrip("\n"))
         return
     rows = []
     for recipe in matching:

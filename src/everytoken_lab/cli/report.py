@@ -11,6 +11,7 @@ import tyro
 from everytoken.errors import EverytokenError
 from everytoken_lab.cli._parse import values_of
 from everytoken_lab.reports import ReportOptions
+from everytoken_lab.schema import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ def main(options: ReportCommand) -> None:
 
     settings = values_of(options, ReportOptions)
     result = report(options.runs, options.out, progress=lambda title: Progress(title, "images"), **settings)
-    print(result.headline)
+    say(result.headline)
     for note in result.notes:
-        print(f"note: {note}")
-    print(f"report: {options.out} ({options.out.stat().st_size / 1e6:.1f} MB)")
+        say(f"note: {note}")
+    say(f"report: {options.out} ({options.out.stat().st_size / 1e6:.1f} MB)")

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from everytoken_lab.cli._parse import Source, values_of
 from everytoken_lab.progress import Progress
 from everytoken_lab.robust import RobustOptions, robustness
+from everytoken_lab.schema import say
 
 
 @dataclass(frozen=True, kw_only=True)
 class RobustCommand(RobustOptions):
-    """Robustness and generalisation in one table. An interrupted run resumes from the files in --out.
+    """Robustness and generalisation in one table. An interrupted run goes on with the first unfinished suite.
 
     Suites: val, v2, a, r, sketch, real, c (published ImageNet-C), corrupt (made on the fly), attack, or your own names.
 
@@ -41,4 +42,4 @@ def main(options: RobustCommand) -> None:
             bars[suite](done, total, doing)
 
         result = robustness(options.source, options.out, progress=progress, **values_of(options, RobustOptions))
-    print(result.table.json() if options.json else result.table)
+    say(result.table.json() if options.json else result.table)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -10,10 +13,11 @@ from typing import Annotated, Any, Self
 import tyro
 
 from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.files import plain_json
 from everytoken_lab.cli._parse import given_options, parse, values_of
-from everytoken_lab.cli._tables import print_facts
 from everytoken_lab.engine.options import AutoOptions, TrainOptions
 from everytoken_lab.engine.recipe import apply, flat, overrides, read_recipe
+from everytoken_lab.schema import say
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,6 @@ class TrainFlags:
 
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = ()
     """NAME=VALUE for inner settings, such as objectives.drloc.weight=0.1 or model_kwargs.depth=4. May be repeated."""
-    dry_run: bool = False
-    """Print the plan (data, model, schedule, memory, time from a few timed steps) and stop."""
     given: Annotated[tuple[str, ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
     """Names of the options that were typed."""
 
@@ -40,25 +42,33 @@ class TrainFlags:
 
 
 @dataclass(frozen=True)
-class Train(TrainFlags, TrainOptions):
-    """Train a model. Run the same command again to resume an interrupted run.
+class AutoFlags:
+    """The flags of the first example, which the help shows first."""
 
-    Without recipe, model and weights, everything is decided by looking at the photos and at the machine: a linear
-    classifier on pretrained features first, then fine-tuning, which has to beat it. The decisions are written as a
-    recipe. --weights with --minutes does the same with that network; --weights alone takes the recipe `finetune`.
+    auto: tyro.conf.OmitArgPrefixes[AutoOptions] = field(default_factory=AutoOptions)
+
+
+@dataclass(frozen=True)
+class Train(TrainFlags, TrainOptions, AutoFlags):
+    """Train a classifier. The same command resumes an interrupted run.
+
+    Without --recipe, --model and --weights, the command chooses the settings itself: a linear classifier on pretrained
+    features, then fine-tuning, which is kept only if it is better. --weights with --minutes does this with that
+    network; --weights alone takes the recipe `finetune`. Defaults below are those of training with --recipe or --model.
 
     Examples:
         everytoken train photos --minutes 10
         everytoken train photos --weights registry:efficientnet_lite2 --minutes 20
         everytoken train photos --recipe small_96
         everytoken train photos --recipe small_96_token --maps maps --set objectives.token_labeling.beta=0.5
-        everytoken train imagenet --recipe lvvit_s_token --maps maps --dry-run
+        everytoken train imagenet --recipe lvvit_s_token --maps maps
         torchrun --nproc-per-node 8 -m everytoken_lab train imagenet --recipe lvvit_s_token --maps maps
 
-    Objectives and mixing come from the recipe; --set changes them, and a value of null removes one.
+    Objectives and mixing come from the recipe; --set changes them (set one to null to remove it).
     """
 
-    auto: tyro.conf.OmitArgPrefixes[AutoOptions] = field(default_factory=AutoOptions)
+    json: bool = False
+    """Print the result as JSON, and everything else on stderr."""
     trust_code: bool = False
     """Import and run objectives that a recipe file or the run of --weights names by import paths."""
 
@@ -69,16 +79,10 @@ def main(options: Train) -> None:
 
     plain, asked = TrainOptions(**values_of(options, TrainOptions)), {*options.given}
     trust_code = options.trust_code and "trust_code" in asked  # a recipe cannot say so
-    if not options.dry_run:
-        classify.start(plain, asked, options.auto, options.set, trust_code)
-        return
-    if classify.decides_itself(plain, options.auto) and not options.set:
-        raise EverytokenError(
-            "--dry-run shows the plan of a recipe, a model or weights; without these, the plan is made by looking at "
-            "the photos: leave --dry-run out, the decisions come first and are written to recipe.yaml"
-        )
-    if plan := classify.dry_run(plain, asked, options.set, trust_code):  # the first process alone makes one
-        print_facts(plan, "The plan (nothing was written)")
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        run = classify.start(plain, asked, options.auto, options.set, trust_code)
+    if options.json and os.environ.get("RANK", "0") == "0":
+        say(plain_json({"run": str(run.path), **run.summary}))
 
 
 def _check_path(data: str) -> None:

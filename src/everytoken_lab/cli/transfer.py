@@ -11,6 +11,7 @@ import tyro
 from everytoken.errors import EverytokenError
 from everytoken_lab.cli._parse import Source, parse
 from everytoken_lab.machine import Workers, default_workers
+from everytoken_lab.schema import say
 
 if TYPE_CHECKING:
     from everytoken_lab.robust.transfer import Target
@@ -73,4 +74,4 @@ def main(options: TransferCommand) -> None:
     targets = parse_targets(options.suite, options.recipe)
     folder = Path(options.out) if options.out else default_folder(options.source, "transfer")
     table = transfer(sources, targets, folder, finetune, RobustOptions(workers=options.workers, device=device))
-    print(table.json() if options.json else table)
+    say(table.json() if options.json else table)

@@ -3,7 +3,8 @@
 The index (name, offset, size of each member) is read when the archive is opened. A member is then one positioned read
 (`os.pread`), which several processes can do at once on the same open file. Zip members may be stored or deflated and
 are checked against their CRC; tar files must be uncompressed, as a compressed tar can only be read from its beginning.
-A member that would unpack to more than the largest allowed image takes as plain pixels (4 bytes each) is refused.
+A member that would unpack to more than the largest allowed image takes as plain pixels (4 bytes each) is refused, and
+so are tar headers with which Python's reader would never end.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import numpy as np
 
 from everytoken.errors import DataError
+from everytoken.files import open_regular
 from everytoken_lab.data.decode import LIMIT_VARIABLE, ImageError, pixel_limit
 
-Member = tuple[str, int, int, int, int, int]
-"""Name, offset, stored size, zip method or -1 for tar, checksum, unpacked size."""
+_Member = tuple[str, int, int, int, int, int]  # name, offset, stored size, zip method or -1, checksum, unpacked size
 _FAR = 1 << 62
+_LONGEST_NAME = 1 << 14  # bytes of a tar header that belongs to another one, for long names
+_ABOUT_OTHERS = (b"x", b"g", b"X", b"L", b"K")  # pax headers, of one member or all; GNU's long names and links
+_DAMAGED = (OSError, zipfile.BadZipFile, tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError)
 _seeking = threading.Lock()
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip member: signature, ..., length of name, length of extra field
 
@@ -67,7 +71,9 @@ class ArchiveReader:
         rows: list[tuple[int, ...]] = []  # archive, offset, stored size, method, checksum, unpacked size
         for number, archive in enumerate(self.archives):
             length = archive.stat().st_size
-            for path, offset, size, method, checksum, unpacked in _index(archive, self.names[number]):
+            with open_regular(archive) as stream:
+                members = index_of(stream, self.names[number])
+            for path, offset, size, method, checksum, unpacked in members:
                 paths.append(path.removeprefix("./").lstrip("/"))
                 stored = min(size, length)  # whatever the directory says
                 rows.append((number, min(offset, _FAR), stored, method, checksum, min(unpacked, _FAR)))
@@ -90,8 +96,8 @@ class ArchiveReader:
         limit = 4 * pixel_limit()
         if unpacked > limit:
             raise ImageError(
-                f"{self.where(i)}: unpacks to {unpacked:,} bytes, more than the limit of {limit:,}, 4 for each pixel "
-                f"of the largest allowed image. If you trust it, raise that (--max-pixels; {LIMIT_VARIABLE})."
+                f"{self.where(i)}: unpacks to {unpacked:,} bytes, more than the limit of {limit:,}. If you trust it, "
+                f"raise that ({LIMIT_VARIABLE})."
             )
         data = self._exactly(number, size, offset + _LOCAL_HEADER.size + name_length + extra_length, i)
         try:
@@ -131,39 +137,52 @@ def _read_at(file: int, size: int, offset: int) -> bytes:
         return os.read(file, size)
 
 
-def _index(archive: Path, name: str) -> list[Member]:
-    """The regular members of an archive."""
+def index_of(stream: IO[bytes], name: str) -> list[_Member]:
+    """The regular members of an archive; a DataError if it is none."""
     try:
-        with open(archive, "rb") as stream:
-            return _index_zip(stream, name) if zipfile.is_zipfile(stream) else _index_tar(stream, name)
-    except (OSError, zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
+        return _index_zip(stream, name) if zipfile.is_zipfile(stream) else _index_tar(stream, name)
+    except _DAMAGED as error:
         raise DataError(f"{name} cannot be read as a zip or tar archive: {error}") from error
 
 
-def _index_zip(stream: IO[bytes], name: str) -> list[Member]:
+def _index_zip(stream: IO[bytes], name: str) -> list[_Member]:
     members = []
     with zipfile.ZipFile(stream) as archive:
         for info in archive.infolist():
             if info.is_dir():
                 continue
             if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise DataError(
-                    f"{name}: member {info.filename!r} is encrypted, or compressed by a method other than deflate. "
-                    "Unpack the archive into a folder, or pack it again."
-                )
+                what = f"{name}: member {info.filename!r} is encrypted, or compressed by a method other than deflate."
+                raise DataError(f"{what} Unpack the archive into a folder.")
             sizes = (info.compress_size, info.compress_type, info.CRC, info.file_size)
             members.append((info.filename, info.header_offset, *sizes))
     return members
 
 
-def _index_tar(stream: IO[bytes], name: str) -> list[Member]:
+def _index_tar(stream: IO[bytes], name: str) -> list[_Member]:
     stream.seek(0)
     if stream.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):  # gzip, bzip2, xz, zstd
-        raise DataError(
-            f"{name} is compressed; single images cannot be read from that. Decompress it to a plain .tar (images do "
-            "not get smaller by compression), or unpack it into a folder."
-        )
+        raise DataError(f"{name} is compressed: single images cannot be read from it. Decompress it to a plain .tar.")
     stream.seek(0)
-    with tarfile.open(fileobj=stream, mode="r:") as archive:
-        regular = (m for m in archive if m.isreg() and not m.issparse())
-        return [(m.name, m.offset_data, m.size, -1, 0, m.size) for m in regular]
+    members: list[_Member] = []
+    with tarfile.open(fileobj=stream, mode="r:", tarinfo=_Header) as archive:
+        for m in archive:
+            if not 0 <= m.size < _FAR:  # as a pax header may say
+                raise tarfile.ReadError(f"a member of {m.size} bytes")
+            if m.isreg() and not m.issparse():
+                members.append((m.name, m.offset_data, m.size, -1, 0, m.size))
+    return members
+
+
+class _Header(tarfile.TarInfo):
+    """A header whose numbers are checked before anything is read by them."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        try:
+            header = super().frombuf(buf, encoding, errors)
+        except tarfile.InvalidHeaderError as error:  # type: ignore[attr-defined]  # counted as the archive's end
+            raise tarfile.ReadError(str(error)) from error
+        if not 0 <= header.size < (_LONGEST_NAME if header.type in _ABOUT_OTHERS else _FAR):
+            raise tarfile.ReadError(f"a header of {header.size} bytes")
+        return header

@@ -7,7 +7,7 @@ of both are the same.
 
 `docs/data.md` has the table of what happens to unusual images. Images of more than `MAX_PIXELS` (or of as many as the
 environment variable `EVERYTOKEN_MAX_PIXELS` allows) and JPEG files too short for the pixels that they promise raise
-`ImageError` before any memory is taken. Up to 12 bytes per stored pixel are used.
+`ImageError` before any memory is taken.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
 from everytoken.errors import EverytokenError
+from everytoken.files import NotAFileError, check_regular, read_bytes
 
 # What Pillow may open. Without a list it tries all its formats by content, and one of them (EPS) starts Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "TGA", "AVIF")
 MAX_PIXELS = 89_478_485  # 9,459 x 9,459; above it Pillow warns of decompression bombs
 LIMIT_VARIABLE = "EVERYTOKEN_MAX_PIXELS"
 _PIXELS_PER_BYTE = 512  # of a JPEG file, at most: each block of 8 x 8 pixels takes a bit or more
-_STRIP = 1 << 22  # pixels that are converted at a time
 _EXIF_ORIENTATION = 0x0112
 _SMALLEST = 8  # pixels of a side from which on the eighths that libjpeg can scale by all give different sizes
 # upright pixel position (u, v) -> stored pixel position, for each EXIF orientation; W, H are those of the stored image.
@@ -52,7 +52,7 @@ _DAMAGED: tuple[type[Exception], ...] = (  # what Pillow raises about damaged fi
     *(OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, ArithmeticError, RuntimeError, MemoryError),
     *(struct.error, zlib.error),
 )
-_SMALLER = f"Make a smaller copy, or raise the limit if you trust the file (--max-pixels; {LIMIT_VARIABLE})."
+_SMALLER = f"Make a smaller copy, or raise the limit if you trust the file ({LIMIT_VARIABLE})."
 
 
 class ImageError(EverytokenError):
@@ -76,7 +76,7 @@ def naming_errors(where: str) -> Iterator[None]:
     """Turn what Pillow raises about a file into an `ImageError` about that file."""
     try:
         yield
-    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+    except (FileNotFoundError, PermissionError, NotAFileError) as error:
         raise ImageError(f"{where}: cannot be read ({error.strerror}).") from error
     except UnidentifiedImageError as error:
         kinds = ", ".join(FORMATS)
@@ -109,7 +109,7 @@ class Picture:
                 self.image = source
                 _check_pixels(source.size, where)
             else:
-                self._data = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
+                self._data = read_bytes(source) if isinstance(source, (str, Path)) else source
                 self.image = open_image(io.BytesIO(self._data), where)
             self.orientation = _orientation(self.image)
         width, height = self.raw_size = self.image.size
@@ -142,7 +142,7 @@ class Picture:
             image.load()
             if reduce > 1:
                 image = image.reduce(reduce)
-            if image.mode in ("I", "F"):  # judged by all its pixels, so that no crop of it passes by luck
+            if image.mode in ("I", "F"):  # by all its pixels, so that the answer does not depend on the crop
                 image = to_rgb(image, self.where)
             if (x0, y0, x1, y1) != (0, 0, *image.size):
                 image = image.crop((x0, y0, x1, y1))
@@ -182,6 +182,8 @@ def open_image(source: Path | io.BytesIO, where: str) -> Image.Image:
         Image.MAX_IMAGE_PIXELS = limit  # somebody wants larger ones
     with naming_errors(where), warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit decides
+        if not isinstance(source, io.BytesIO):
+            check_regular(source)
         size = len(source.getbuffer()) if isinstance(source, io.BytesIO) else source.stat().st_size
         if not size:
             raise ImageError(f"{where}: the file is empty.")
@@ -234,20 +236,10 @@ def to_rgb(image: Image.Image, where: str = "image") -> Image.Image:
                 f"{where}: the pixels are {kind} between {low:g} and {high:g}. "
                 "Convert the image to 8 or 16 bits first; the right scale is not known here."
             )
-    rows = max(1, _STRIP // image.width)
-    if image.height <= rows:
-        return _convert(image)
-    out = Image.new("RGB", image.size)
-    for top in range(0, image.height, rows):  # conversions need several times the memory of the image
-        out.paste(_convert(image.crop((0, top, image.width, min(top + rows, image.height)))), (0, top))
-    return out
-
-
-def _convert(image: Image.Image) -> Image.Image:
-    if image.mode == "I" or image.mode.startswith("I;16"):
+    if mode == "I" or mode.startswith("I;16"):
         wide = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((wide * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+    if mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         layer = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
     return image.convert("RGB")

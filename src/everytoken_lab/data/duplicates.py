@@ -18,11 +18,11 @@ from PIL import Image
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.data.datasets import DataSet
-from everytoken_lab.data.decode import Picture
+from everytoken_lab.data.decode import Picture, naming_errors
 
-BANDS = 4
-NEAR_BITS = 3
-NEAR_PIXELS = 0.03 * 255
+_BANDS = 4
+_NEAR_BITS = 3
+_NEAR_PIXELS = 0.03 * 255
 _FLAT = 4.0  # grey levels of spread below which an image is too empty to compare
 _CROWD = 64  # images in one band beyond which it says too little to compare more than neighbours
 
@@ -41,12 +41,11 @@ class ImageFacts:
 def read_facts(data: DataSet, index: int) -> ImageFacts:
     """Read and decode one image."""
     try:
-        raw = data.open_bytes(index)
+        with naming_errors(data.where(index)):
+            raw = data.open_bytes(index)
         image = Picture(raw, data.where(index)).upright()
     except EverytokenError as error:
         return ImageFacts(trouble=str(error).splitlines()[0])
-    except OSError as error:
-        return ImageFacts(trouble=f"{data.where(index)}: {error.strerror or error}")
     code, thumb = fingerprint(image)
     return ImageFacts("", hashlib.blake2b(raw, digest_size=16).digest(), image.size, code, thumb)
 
@@ -65,10 +64,9 @@ def read_all(data: DataSet, indices: Sequence[int], workers: int, tell: Callable
     """One `ImageFacts` per index, in order."""
     out = list[ImageFacts]()
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        for start in range(0, len(indices), 256):  # so that a million images do not wait in the queue
-            for image in pool.map(lambda i: read_facts(data, i), indices[start : start + 256]):
-                out.append(image)
-                tell()
+        for facts in pool.map(lambda index: read_facts(data, index), indices):
+            out.append(facts)
+            tell()
     return out
 
 
@@ -86,7 +84,7 @@ def near_pairs(facts: Sequence[ImageFacts]) -> list[tuple[int, int]]:
     bands: dict[tuple[int, int], list[int]] = {}
     for position, image in enumerate(facts):
         if image.thumb:
-            for band in range(BANDS):
+            for band in range(_BANDS):
                 bands.setdefault((band, image.code >> 16 * band & 0xFFFF), []).append(position)
     found = set()
     for members in bands.values():
@@ -97,7 +95,7 @@ def near_pairs(facts: Sequence[ImageFacts]) -> list[tuple[int, int]]:
 
 def alike(first: ImageFacts, second: ImageFacts) -> bool:
     """Whether two images look the same and have other bytes."""
-    if first.digest == second.digest or (first.code ^ second.code).bit_count() > NEAR_BITS:
+    if first.digest == second.digest or (first.code ^ second.code).bit_count() > _NEAR_BITS:
         return False
     a, b = (np.frombuffer(image.thumb, np.uint8).astype(np.int16) for image in (first, second))
-    return float(np.abs(a - b).mean()) <= NEAR_PIXELS
+    return float(np.abs(a - b).mean()) <= _NEAR_PIXELS

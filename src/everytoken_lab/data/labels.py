@@ -23,6 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from everytoken.errors import DataError, did_you_mean
+from everytoken.files import read_bytes
 
 NAME = "labels.csv"
 _COLUMNS = ("path", "label")
@@ -70,13 +71,10 @@ def _read(file: Path, changed: int, size: int) -> tuple[Row, ...]:
     rows = list(parse_labels(file))
     if not rows:
         raise DataError(f"{file} lists no images.")
-    missing = [row for row in rows if not os.path.isfile(file.parent / row.path)]
-    if missing:
+    if missing := [row for row in rows if not os.path.isfile(file.parent / row.path)]:
         more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
-        raise DataError(
-            f"{file}, line {missing[0].line}: there is no file {missing[0].path}{more}. Paths are relative to the "
-            f"folder of {file.name}."
-        )
+        what = f"{file}, line {missing[0].line}: there is no file {missing[0].path}{more}."
+        raise DataError(f"{what} Paths are relative to the folder of {file.name}.")
     return tuple(sorted(rows, key=lambda row: row.path))
 
 
@@ -130,11 +128,11 @@ def check_relative(name: str, where: str) -> str:
 
 def _columns(file: Path, header: tuple[int, list[str]] | None) -> list[str]:
     columns = [] if header is None else [name.strip().lower() for name in header[1]]
-    missing = [name for name in _COLUMNS if name not in columns]
-    if missing:
-        found = f"has the columns {', '.join(columns)}" if any(columns) else "is empty"
+    if not any(columns):
+        raise DataError(f"{file} is empty.")
+    if missing := [name for name in _COLUMNS if name not in columns]:
         raise DataError(
-            f"{file}, line 1: there is no column {' and no column '.join(missing)}; the file {found}."
+            f"{file}, line 1: there is no column {' and no column '.join(missing)}; there is {', '.join(columns)}."
             f"{did_you_mean(missing[0], columns)} It needs path and label, and may have split."
         )
     return columns
@@ -158,7 +156,7 @@ def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
 def read_text(file: Path) -> str:
     """A text file that a person wrote or a spreadsheet saved: UTF-8, or UTF-16 with a byte order mark."""
     try:
-        content = file.read_bytes()
+        content = read_bytes(file)
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error.strerror}).") from error
     wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))

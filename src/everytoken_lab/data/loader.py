@@ -83,8 +83,7 @@ class BadImages:
             where = f"They are listed in {self.log}. " if self.log else ""
             raise DataError(
                 f"{len(self.seen)} of {total} images cannot be read, more than the quota of {self.quota:.1%}:\n"
-                f"  {reasons}\n{where}Repair or remove them; `everytoken doctor` finds all such images. "
-                '(In your own loop, BadImages("skip", quota=0.1) lets more pass.)'
+                f"  {reasons}\n{where}Repair or remove them; `everytoken doctor` finds all such images."
             )
 
 
@@ -151,9 +150,7 @@ class BatchReader(Generic[V]):
         raise NotImplementedError
 
     def __getitems__(self, requests: list[Request]) -> Batch:
-        views: list[V] = []
-        kept: list[int] = []
-        skipped: list[tuple[str, str]] = []
+        views, kept, skipped = list[V](), list[int](), list[tuple[str, str]]()
         for request in requests:
             key = self.data.key(request.sample)
             try:
@@ -177,7 +174,7 @@ class BatchReader(Generic[V]):
 
 
 class _ImageReader(BatchReader[tuple[np.ndarray, np.ndarray]]):
-    """Batches of a dataset's images, with their score maps."""
+    """Batches of a dataset's images, with their score maps; a view is (pixels uint8 [H, W, 3], placement [2, 3])."""
 
     advice = " (on_bad_image 'skip' leaves such images out; `everytoken doctor` finds them all.)"
 
@@ -186,7 +183,6 @@ class _ImageReader(BatchReader[tuple[np.ndarray, np.ndarray]]):
         self.transform, self.seed, self.train, self.maps = transform, seed, train, maps
 
     def view(self, request: Request, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(pixels uint8 [H, W, 3], placement [2, 3])."""
         epoch, index, copy = request
         names = (epoch, key, "augment", *((copy,) if copy else ()))
         rng = keyed.generator(self.seed, *names) if self.train else None
@@ -194,7 +190,6 @@ class _ImageReader(BatchReader[tuple[np.ndarray, np.ndarray]]):
         return pixels, placement
 
     def collate(self, views: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, None]:
-        """(images, placement, no targets)."""
         height, width = views[0][0].shape[:2] if views else (1, 1)
         images = np.empty((len(views), 3, height, width), dtype=np.uint8)
         for image, (pixels, _) in zip(images, views, strict=True):
@@ -223,8 +218,7 @@ def _check_maps(data: DataSet, maps: Maps) -> None:
     why = f"was skipped ({maps.skipped[example]})" if example in maps.skipped else "is not in it"
     raise DataError(
         f"{maps.path} has no map of {len(without):,} of the {len(data):,} images of {data.name}: {example!r} {why}. "
-        "New images, and those that another val_split held out, need a new store (`everytoken annotate`); skipped ones "
-        "are tried again with --retry-skipped. `everytoken doctor DATA MAPS` lists them."
+        "New images, and those of another val_split, need a new store; --retry-skipped tries skipped ones again."
     )
 
 
@@ -242,12 +236,10 @@ def worker_error(error: RuntimeError) -> WorkerError | None:
     if dead := re.search(r"DataLoader worker \(pid\S* ([\d, ]+)\) (.*)", text):
         return WorkerError(
             f"a process that loads images (pid {dead[1]}) {dead[2].split('.')[0].strip()}. Often memory is too small: "
-            "use fewer workers or a smaller --batch-size. The same command continues from what is finished."
+            "use fewer workers or a smaller --batch-size."
         )
     if "DataLoader timed out" in text:
-        return WorkerError(
-            f"no batch for {_TIMEOUT} seconds. A slow disk? With workers 0, an interrupt shows the place."
-        )
+        return WorkerError(f"no batch for {_TIMEOUT} seconds. A slow disk? Workers 0 shows where it hangs.")
     if "ancdata" in text or "Too many open files" in text:
         return WorkerError("too many open files for so many workers: raise the limit (ulimit -n 4096) or use fewer.")
     return None
@@ -269,13 +261,14 @@ class _Guarded:
             for tensor in tensors_in(batch) if get_worker_info() is not None else ():
                 tensor.share_memory_()
         except RuntimeError as error:
-            more = "Give the container more (docker run --shm-size 2g), or use fewer workers or a smaller --batch-size."
+            more = "Give the container more (docker run --shm-size 2g), or use fewer workers."
             return WorkerError(f"a batch does not fit into shared memory ({error}). {more}")
         return batch
 
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
+    @staticmethod
+    def as_it_is(batch: Any) -> Any:
+        """The reader has collated the batch."""
+        return batch
 
 
 def _ignore_signals(worker: int) -> None:
@@ -302,7 +295,7 @@ class Workers:
             _Guarded(reader),  # type: ignore[arg-type]
             batch_sampler=requests,  # type: ignore[arg-type]
             num_workers=workers,
-            collate_fn=_as_it_is,
+            collate_fn=_Guarded.as_it_is,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
             prefetch_factor=ahead if workers > 0 else None,
@@ -314,9 +307,10 @@ class Workers:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches. Errors of the readers are raised as they are."""
-        batches = iter(self.loader)
+        batches: Iterator[Any] | None = None
         while True:
             try:
+                batches = iter(self.loader) if batches is None else batches  # which asks workers of an earlier pass
                 batch = next(batches, None)
             except RuntimeError as error:
                 if told := worker_error(error):

@@ -1,12 +1,6 @@
-"""Datasets that go by a name: torchvision's and Hugging Face's.
+"""torchvision's datasets: torchvision:CIFAR10, or torchvision:CIFAR10:FOLDER for files in a folder of yours.
 
-    torchvision:CIFAR10           any classification dataset of torchvision.datasets
-    torchvision:CIFAR10:folder    the same, in a folder of yours
-    hf:owner/name                 from the hub; hf:owner/name:config for one of several configurations
-    hf:/path/to/folder            saved with `save_to_disk`
-
-Keys are "split/number" (train/00000012), because such samples have no path. Images of torchvision are taken as Pillow
-images, those of Hugging Face as the encoded bytes they are stored as.
+Keys are "split/number" (train/00000012), because such samples have no path.
 """
 
 from __future__ import annotations
@@ -20,30 +14,21 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from everytoken.errors import did_you_mean, need
-from everytoken_lab.data.datasets import DataError, DataSet
+from everytoken.errors import DataError, did_you_mean
+from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.data.decode import ImageError, Picture
 
-# what the splits are called elsewhere, in the order of preference
+# what the splits are called there, in the order of preference
 _SPLITS = {
     "train": ("train", "training", "trainval", "train-standard"),
     "val": ("validation", "val", "valid", "dev", "test"),
     "test": ("test",),
 }
 _DEFAULT_ROOT = "~/.cache/everytoken/datasets"
-_HOLD_OUT = "hold some images out with val_split, such as 0.1."
 
 
-def open_named(spec: str, split: str) -> DataSet:
-    """Open one split ("train", "val" or "test") of a dataset by its name."""
-    kind, _, name = spec.partition(":")
-    if split not in _SPLITS:
-        raise DataError(f"{spec}: the split {split!r} is none of {', '.join(_SPLITS)}.")
-    return _open_hf(name, split) if kind == "hf" else _open_torchvision(name, split)
-
-
-class NamedSet(DataSet):
-    """One split of such a dataset: `data` is what its library returned; a sample is known by its number."""
+class TorchvisionSet(DataSet):
+    """One split of a torchvision dataset: Pillow images, known by their numbers."""
 
     PER_IMAGE = ("labels", "numbers")
 
@@ -59,10 +44,6 @@ class NamedSet(DataSet):
 
     def where(self, i: int) -> str:
         return f"{self.name}, {self.split} image {self.numbers[i]}"
-
-
-class TorchvisionSet(NamedSet):
-    """A torchvision dataset: Pillow images."""
 
     def image(self, i: int) -> Image.Image:
         """Sample i."""
@@ -85,11 +66,14 @@ class TorchvisionSet(NamedSet):
         return Picture(self.image(i), self.where(i))
 
 
-def _open_torchvision(name: str, split: str) -> DataSet:
+def open_named(spec: str, split: str) -> DataSet:
+    """Open one split ("train", "val" or "test") of torchvision:NAME or torchvision:NAME:FOLDER."""
     from torchvision import datasets
 
-    name, _, folder = name.partition(":")
-    root = Path(folder or _DEFAULT_ROOT).expanduser()
+    if split not in _SPLITS:
+        raise DataError(f"{spec}: the split {split!r} is none of {', '.join(_SPLITS)}.")
+    _, name, *folder = spec.split(":", 2)
+    root = Path("".join(folder) or _DEFAULT_ROOT).expanduser()
     names = {n.lower(): n for n in datasets.__all__ if inspect.isclass(getattr(datasets, n, None))}
     if name.lower() not in names:
         raise DataError(f"torchvision has no dataset {name!r}.{did_you_mean(name, names.values())}")
@@ -103,7 +87,7 @@ def _open_torchvision(name: str, split: str) -> DataSet:
     elif "split" in accepted:
         choices = [{"split": spelling} for spelling in _SPLITS[split]]
     elif split != "train":
-        raise DataError(f"torchvision:{name} is not divided into splits; {_HOLD_OUT}")
+        raise DataError(f"torchvision:{name} is not divided into splits; hold images out with val_split, such as 0.1.")
     refusal: Exception | None = None
     for choice in choices:
         try:
@@ -121,59 +105,16 @@ def _open_torchvision(name: str, split: str) -> DataSet:
         except Exception as error:  # wants other arguments, or its files are damaged: many kinds
             raise DataError(f"torchvision:{name} cannot be opened in {root} ({error}).") from error
         try:
-            labels, classes = _torchvision_labels(data), getattr(data, "classes", None)
+            labels, classes = _labels(data), getattr(data, "classes", None)
             return TorchvisionSet(f"torchvision:{name}", str(choice.get("split", split)), data, labels, classes)
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise DataError(f"torchvision:{name} has no class for each image, so it cannot be used here.") from error
     raise DataError(f"torchvision:{name} has no images for {split}: {refusal}")
 
 
-def _torchvision_labels(data: Any) -> list[int]:
+def _labels(data: Any) -> list[int]:
     for attribute in ("targets", "labels", "_labels", "y", "samples", "_samples", "imgs"):
         values = getattr(data, attribute, None)
         if values is not None and len(values) == len(data):
             return [int(value[1] if isinstance(value, (tuple, list)) else value) for value in values]
     return [int(data[i][1]) for i in range(len(data))]  # decodes everything once; the last resort
-
-
-class HuggingFaceSet(NamedSet):
-    """One split of a Hugging Face dataset, with an image column and a label column: image files."""
-
-    def __init__(self, name: str, split: str, data: Any, library: Any) -> None:
-        kinds = {column: type(feature).__name__ for column, feature in data.features.items()}
-        images, labels = (
-            [column for column, kind in kinds.items() if kind == wanted or column == usual]
-            for wanted, usual in (("Image", ""), ("ClassLabel", "label"))
-        )
-        if not images or not labels:
-            raise DataError(f"hf:{name} needs an Image and a ClassLabel column; its columns are {', '.join(kinds)}.")
-        names = getattr(data.features[labels[0]], "names", None)
-        super().__init__(f"hf:{name}", split, data, data[labels[0]], names)
-        self.column = images[0]
-        self.data = data.cast_column(self.column, library.Image(decode=False))  # keep the bytes as they are stored
-
-    def open_bytes(self, i: int) -> bytes:
-        value = self.data[int(self.numbers[i])][self.column]
-        stored: bytes = value["bytes"] or Path(value["path"]).read_bytes()
-        return stored
-
-
-def _open_hf(name: str, split: str) -> DataSet:
-    library = need("datasets", "hf", f"hf:{name}")
-    folder = Path(name).expanduser()
-    try:
-        if folder.is_dir() and any((folder / n).exists() for n in ("dataset_dict.json", "dataset_info.json")):
-            splits = library.load_from_disk(str(folder))
-        else:
-            owner_name, _, config = name.partition(":")
-            splits = library.load_dataset(owner_name, config or None)
-    except Exception as error:  # the library raises many kinds: network, unknown name, unknown configuration
-        raise DataError(f"hf:{name} cannot be opened: {error}") from error
-    if not hasattr(splits, "keys"):  # a single one
-        if split != "train":
-            raise DataError(f"hf:{name} is not divided into splits; {_HOLD_OUT}")
-        return HuggingFaceSet(name, "train", splits, library)
-    spelling = next((spelling for spelling in _SPLITS[split] if spelling in splits), None)
-    if spelling is None:
-        raise DataError(f"hf:{name} has no images for {split}; its splits are {', '.join(splits)}. Or {_HOLD_OUT}")
-    return HuggingFaceSet(name, spelling, splits[spelling], library)

@@ -1,9 +1,9 @@
 """Archives at an address: `s3://bucket/train-{0000..0099}.tar`, `https://...`, `gs://...`, whatever fsspec can open.
 
 An archive is downloaded once into a cache (EVERYTOKEN_CACHE, by default ~/.cache/everytoken/archives) and is a local
-file from then on. It appears in the cache when it has as many bytes as the server announced and did not change
-meanwhile; its folder there is a hash of address, size and version (etag or date), so that a changed archive is
-downloaded again. Of several processes one downloads and the others wait.
+file from then on. It appears there when it has as many bytes as the server announced, did not change meanwhile and is
+an archive; its folder is a hash of address, size and version (etag or date), so that a changed archive is downloaded
+again. Its SHA-256 lies beside it and is checked when a process first opens it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from filelock import FileLock
 
 from everytoken import files
 from everytoken.errors import DataError
+from everytoken_lab.data.archives import index_of
+from everytoken_lab.schema import without_secrets
 
 CACHE_VARIABLE = "EVERYTOKEN_CACHE"
 _AT_ONCE = 4  # downloads
-_PIECE = 8 << 20
-_TIMEOUT = 120  # seconds for one piece
+_PIECE = 2 << 20
+_TIMEOUT = 30  # seconds for one piece, or for one answer
+_LISTING = 4 * _TIMEOUT  # for a list of files, which takes many answers
 _VERSION = ("ETag", "etag", "md5Hash", "checksum", "LastModified", "last_modified", "mtime", "created", "updated")
 _log = logging.getLogger(__name__)
 
@@ -50,7 +54,7 @@ class RemoteFile:
     @property
     def name(self) -> str:
         """The last part of the address, as a file name."""
-        name = re.sub(r"[^\w.-]", "_", self.url.rstrip("/").rsplit("/", 1)[-1])
+        name = re.sub(r"[^\w.-]", "_", str(self).rstrip("/").rsplit("/", 1)[-1])
         return name if name.strip(".") else "archive"
 
     @property
@@ -62,10 +66,25 @@ class RemoteFile:
     @property
     def is_cached(self) -> bool:
         """Whether the whole file is on the local disk."""
-        return self.cached.is_file() and self.cached.stat().st_size == self.size
+        path = self.cached
+        return path.is_file() and path.stat().st_size == self.size and _is_whole(path, path.stat().st_mtime_ns)
 
     def __str__(self) -> str:
-        return self.url
+        return without_secrets(self.url)
+
+
+@cache
+def _is_whole(path: Path, changed: int) -> bool:
+    """Whether a file in the cache is what was downloaded; told once in a process, and anew when it has changed."""
+    digest = _digest_of(path)
+    whole = digest.is_file() and files.read_bytes(digest) == files.sha256_of(path).encode()
+    if not whole:
+        _log.warning("%s is damaged and is downloaded again", path)
+    return whole
+
+
+def _digest_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
 
 
 def cache_folder() -> Path:
@@ -86,9 +105,9 @@ def _matches(pattern: str) -> list[RemoteFile]:
     with _in_words(pattern):
         fs, path = _filesystem(pattern)
         if any(letter in path for letter in "*?["):
-            paths = sorted(fs.glob(path))
-        elif not path.endswith((".tar", ".zip")) and fs.isdir(path):
-            paths = sorted(fs.glob(path.rstrip("/") + "/*.tar"))
+            paths = sorted(_patiently(fs.glob, path, seconds=_LISTING))
+        elif not path.endswith((".tar", ".zip")) and _patiently(fs.isdir, path):
+            paths = sorted(_patiently(fs.glob, path.rstrip("/") + "/*.tar", seconds=_LISTING))
         else:
             paths = [path]
         if not paths:
@@ -97,11 +116,13 @@ def _matches(pattern: str) -> list[RemoteFile]:
 
 
 def _describe(fs: Any, path: str) -> RemoteFile:
-    info, url = fs.info(path), fs.unstrip_protocol(path)
+    info, url = _patiently(fs.info, path), fs.unstrip_protocol(path)
     if info.get("type") == "directory":
-        raise DataError(f"{url} is a folder without .tar files.")
+        raise DataError(f"{without_secrets(url)} is a folder without .tar files.")
     if not isinstance(info.get("size"), int):
-        raise DataError(f"{url}: the server does not say how large it is, so a download could not be checked.")
+        raise DataError(
+            f"{without_secrets(url)}: the server does not say how large it is, so a download could not be checked."
+        )
     return RemoteFile(url, info["size"], " ".join(str(info[mark]) for mark in _VERSION if info.get(mark)))
 
 
@@ -112,19 +133,42 @@ def _filesystem(url: str) -> Any:
     return fsspec.core.url_to_fs(url)
 
 
+def _patiently(call: Callable[..., Any], *words: Any, seconds: float = 0) -> Any:
+    """What a file system answers; a TimeoutError if it does not, and then nobody waits for its thread any longer."""
+    answer: Future[Any] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(call(*words))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    Thread(target=ask, daemon=True).start()
+    return answer.result(seconds or _TIMEOUT)
+
+
 @contextmanager
 def _in_words(url: str) -> Iterator[None]:
     """What can go wrong with an address, as a sentence."""
+    url = without_secrets(url)
     try:
         yield
     except DataError:
         raise
     except FileNotFoundError as error:
+        cause = error.__cause__  # which fsspec has, and calls a missing file, for all of a server's errors
+        if cause is not None and getattr(cause, "status", None) not in (404, 410):
+            raise DataError(f"{url} cannot be read: the server answers {_reason(cause)}.") from error
         raise DataError(f"There is no file {url}.") from error
     except TimeoutError as error:
         raise DataError(f"{url}: no answer for {_TIMEOUT} seconds. Run the same command again.") from error
     except Exception as error:  # every file system has errors of its own; "Install s3fs to access S3"
-        raise DataError(f"{url} cannot be read ({type(error).__name__}: {error}).") from error
+        raise DataError(f"{url} cannot be read ({_reason(error)}).") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The kind of an error, and the beginning of what it says."""
+    return f"{type(error).__name__}: {without_secrets(' '.join(str(error).split()))[:200]}".rstrip(": ")
 
 
 def fetch(archives: Sequence[Path | RemoteFile]) -> list[Path]:
@@ -138,8 +182,8 @@ def fetch(archives: Sequence[Path | RemoteFile]) -> list[Path]:
         needed = sum(file.size for file in missing)
         if needed > free:
             raise DataError(
-                f"{len(missing)} archives of {needed / 1e9:.1f} GB do not fit on the disk of the cache {folder}, which "
-                f"has {free / 1e9:.1f} GB free. Set {CACHE_VARIABLE} to a folder on a larger disk."
+                f"{len(missing)} archives of {needed / 1e9:.1f} GB do not fit on the disk of the cache {folder} "
+                f"({free / 1e9:.1f} GB free). Set {CACHE_VARIABLE} to a folder on a larger disk."
             )
         _log.info("downloading %d archives (%.1f GB) to %s", len(missing), needed / 1e9, folder)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -150,29 +194,29 @@ def fetch(archives: Sequence[Path | RemoteFile]) -> list[Path]:
 def _download(file: RemoteFile) -> None:
     """Bring a whole file into the cache, or raise and leave nothing there."""
     folder = file.cached.parent
-    with files.disk_errors(folder, f"caching {file.url}"), FileLock(folder.with_suffix(".lock")):
+    with files.disk_errors(folder, f"caching {file}"), FileLock(folder.with_suffix(".lock")):
         if file.is_cached:
             return
         folder.mkdir(exist_ok=True)
         files.remove_temporary(folder)  # of a process that was killed
+        content = hashlib.sha256()
         with files.writing(file.cached) as local:
             for piece in _pieces(file):
                 local.write(piece)
+                content.update(piece)
             count = local.tell()
             what = f"({count:,} of {file.size:,} bytes). Nothing of it is kept; run the same command again."
             if count < file.size:
-                raise DataError(f"{file.url} could not be downloaded whole {what}")
+                raise DataError(f"{file} could not be downloaded whole {what}")
             if count > file.size or _describe(*_filesystem(file.url)) != file:
-                raise DataError(f"{file.url} was changed during the download {what}")
+                raise DataError(f"{file} was changed during the download {what}")
+            index_of(local, str(file))
+            files.write_atomically(_digest_of(file.cached), content.hexdigest().encode())
 
 
 def _pieces(file: RemoteFile) -> Iterator[bytes]:
-    pool = ThreadPoolExecutor(1)
-    try:
-        with _in_words(file.url):
-            fs, path = _filesystem(file.url)
-            with fs.open(path, "rb") as remote:
-                while piece := pool.submit(remote.read, _PIECE).result(_TIMEOUT):
-                    yield piece
-    finally:
-        pool.shutdown(wait=False)
+    with _in_words(file.url):
+        fs, path = _filesystem(file.url)
+        with _patiently(partial(fs.open, block_size=_PIECE), path, "rb") as remote:
+            while piece := _patiently(remote.read, _PIECE):
+                yield piece

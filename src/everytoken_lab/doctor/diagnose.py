@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from everytoken.maps.format import list_shards
-from everytoken_lab.data.datasets import dataset_title
-from everytoken_lab.doctor.findings import Finding, Level
+from everytoken_lab.data.tree import dataset_title
+from everytoken_lab.doctor import Finding, Level
 from everytoken_lab.doctor.images import Images, examine_images
 from everytoken_lab.doctor.labels import examine_labels
 from everytoken_lab.doctor.machine import examine_machine
@@ -18,14 +18,6 @@ from everytoken_lab.doctor.runs import examine_run
 from everytoken_lab.engine.run_folder import is_run
 
 Meter = Callable[[str, str], AbstractContextManager[Callable[[int, int], None]]]
-
-
-def kind_of(path: str) -> Literal["images", "maps", "run"]:
-    """What a path holds."""
-    folder = Path(path).expanduser()
-    if is_run(folder) or (folder / "checkpoints").is_dir():
-        return "run"
-    return "maps" if list_shards(folder) else "images"
 
 
 def diagnose(
@@ -43,11 +35,11 @@ def diagnose(
     sets: list[Images] = []
     stores: list[Path] = []
     for path in paths:
-        folder, kind = Path(path).expanduser(), kind_of(path)
-        if kind == "run":
+        folder = Path(path).expanduser()
+        if is_run(folder) or (folder / "checkpoints").is_dir():
             with meter(f"checkpoints of {path}", "checkpoints") as tell:
                 findings += examine_run(folder, tell)
-        elif kind == "maps":
+        elif list_shards(folder):
             stores.append(folder)
             with meter(f"score maps {path}", "B") as tell:
                 findings += examine_maps(folder, tell)

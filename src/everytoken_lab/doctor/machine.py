@@ -1,15 +1,14 @@
-"""The machine: versions, GPU, mixed precision, compiling, memory for workers, disk."""
+"""The machine: versions, GPU, memory for workers, disk."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from everytoken_lab.doctor.findings import Finding, Level
+from everytoken_lab.doctor import Finding, Level
 from everytoken_lab.machine import cores, existing_folder, free_disk
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
@@ -23,8 +22,6 @@ def examine_machine(places: Sequence[Path]) -> Iterator[Finding]:
     system = "" if platform.system() == "Linux" else f"; {platform.system()}, where nothing has been tested"
     yield Finding("note", "versions", f"Python {platform.python_version()}, {versions}{system}", "software")
     yield _device()
-    yield _compiling()
-    yield _inference()
     if SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(SHARED_MEMORY).free) < 256e6:
         what = f"shared memory has {free / 1e6:.0f} MB free, which loader workers may exceed"
         todo = "In a container: --shm-size 2g or --ipc host; or train with --workers 0."
@@ -42,9 +39,8 @@ def _device() -> Finding:
 
     if torch.cuda.is_available():
         devices = range(torch.cuda.device_count())
-        what = "; ".join(
-            f"{torch.cuda.get_device_name(i)}, {torch.cuda.mem_get_info(i)[0] / 1e9:.1f} GB free" for i in devices
-        )
+        free = (torch.cuda.mem_get_info(i)[0] / 1e9 for i in devices)
+        what = "; ".join(f"{torch.cuda.get_device_name(i)}, {gb:.1f} GB free" for i, gb in enumerate(free))
         kind = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
         todo = f"Use --amp --amp-dtype {kind}." + (" torchrun uses all GPUs." if len(devices) > 1 else "")
         return Finding("note", "gpu", what, "GPU", todo)
@@ -52,28 +48,7 @@ def _device() -> Finding:
         todo = "It is used by default, but nobody has tested it: compare with --device cpu before you rely on it."
         return Finding("note", "gpu", "an Apple GPU (--device mps)", "GPU", todo)
     if shutil.which("nvidia-smi"):
-        built = torch.version.cuda or getattr(torch.version, "hip", None)
-        why = "" if built else " (this torch is built without CUDA)"
         todo = "Install the torch build that fits your driver (pytorch.org)."
-        return Finding("warning", "gpu-unused", f"there is an NVIDIA driver, but torch sees no GPU{why}", "GPU", todo)
+        return Finding("warning", "gpu-unused", "there is an NVIDIA driver, but torch sees no GPU", "GPU", todo)
     todo = "Small models and images are fine (`everytoken recipes`: small_32, small_64, small_96); leave --amp off."
     return Finding("note", "no-gpu", f"no GPU; training runs on {cores()} CPU cores", "GPU", todo)
-
-
-def _compiling() -> Finding:
-    """What `torch.compile` needs."""
-    import torch
-
-    where, compiler = "torch.compile", next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
-    if compiler is None or (torch.cuda.is_available() and importlib.util.find_spec("triton") is None):
-        todo = f"Install a C++ compiler (Debian: apt install g++){' and triton' if torch.cuda.is_available() else ''}."
-        return Finding("note", "compile", "--torchcompile will not work", where, todo)
-    return Finding("note", "compile", f"--torchcompile can be used ({compiler})", where)
-
-
-def _inference() -> Finding:
-    """How networks annotate, compute features, evaluate and predict on the CPU."""
-    if all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime")):
-        return Finding("note", "inference", "ONNX Runtime runs convolutional networks on the CPU", "inference")
-    todo = "pip install onnx onnxruntime: convolutional networks annotate, evaluate and predict in half of the time."
-    return Finding("note", "inference", "PyTorch is used for inference on the CPU", "inference", todo)

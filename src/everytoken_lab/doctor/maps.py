@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, verify
-from everytoken.maps.format import list_shards
 from everytoken_lab.classes import class_finder
 from everytoken_lab.data.datasets import DataSet, split_off
-from everytoken_lab.doctor.findings import Finding
+from everytoken_lab.doctor import Finding
 from everytoken_lab.doctor.images import Images
 
 
@@ -86,7 +85,7 @@ def _missing(store: Maps, data: DataSet) -> Iterator[Finding]:
         what = f"{len(lacking):,} images have no map: those that --val-split {fraction:g} holds out for validation"
         yield Finding("note", "maps-held-out", what, where, f"Train with --val-split {fraction:g}, too.")
     elif lacking:
-        todo = "Annotate all images into a new store (`everytoken annotate ... --out NEW --reuse OLD` does only these)."
+        todo = "Annotate all images into a new store."
         what = f"{len(lacking):,} of {len(data):,} training images have no map"
         yield Finding("error", "maps-missing", what, where, todo, lacking)
     if left := [key for key in store if key not in keys]:
@@ -104,25 +103,17 @@ def _held_out(data: DataSet, keys: set[str]) -> float:
 
 
 def _stale(store: Maps, data: DataSet, images: Images) -> Iterator[Finding]:
-    """Images that have another size than when they were annotated, or were written after that."""
-    resized, newer = [], []
-    made = max(path.stat().st_mtime for path in list_shards(store.path))
+    """Images that have another size than when they were annotated."""
+    resized = []
     for index, image in images.facts.get("train", {}).items():
-        key, file = data.key(index), data.where(index)
+        key = data.key(index)
         if image.trouble or key not in store:
             continue
-        try:
+        with contextlib.suppress(EverytokenError):  # damaged, and reported as such
             size = tuple(store[key].size)
-        except EverytokenError:
-            continue  # damaged, and reported as such
-        if size not in ((0, 0), image.size):
-            resized.append(f"{key}: {size[0]}x{size[1]} when annotated, {image.size[0]}x{image.size[1]} now")
-        elif os.path.isfile(file) and os.stat(file).st_mtime > made + 1:
-            newer.append(key)
-    todo = "annotate them again into a new store: a map must show the very image that is trained on."
+            if size not in ((0, 0), image.size):
+                resized.append(f"{key}: {size[0]}x{size[1]} when annotated, {image.size[0]}x{image.size[1]} now")
     if resized:
         what = f"{len(resized)} images have another size than when they were annotated"
-        yield Finding("error", "maps-stale", what, str(store.path), todo.capitalize(), resized)
-    if newer:
-        what = f"{len(newer)} image files were written after their maps"
-        yield Finding("warning", "maps-older", what, str(store.path), f"If their content has changed: {todo}", newer)
+        todo = "Annotate them again into a new store: a map must show the very image that is trained on."
+        yield Finding("error", "maps-stale", what, str(store.path), todo, resized)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from everytoken.errors import EverytokenError
 from everytoken.models.weights import WeightsError, read_weights
-from everytoken_lab.data.datasets import dataset_path
-from everytoken_lab.doctor.findings import Finding
+from everytoken_lab.data.tree import dataset_path
+from everytoken_lab.doctor import Finding
 from everytoken_lab.engine.checkpoint import checkpoints_in, problems
 from everytoken_lab.engine.run_folder import Run, read_run
 
@@ -36,13 +37,13 @@ def examine_run(path: Path, tell: Callable[[int, int], None]) -> Iterator[Findin
 
 
 def _checkpoints(path: Path, tell: Callable[[int, int], None]) -> Iterator[Finding]:
-    folders, texts, whole = checkpoints_in(path / "checkpoints"), list[str](), list[str]()
+    found: dict[str, list[str]] = {}
+    folders = checkpoints_in(path / "checkpoints")
     for done, folder in enumerate(folders, 1):
-        found = problems(folder)
-        texts += found
-        whole += [] if found else [folder.name]
+        found[folder.name] = problems(folder)
         tell(done, len(folders))
-    if texts:
+    if texts := [text for each in found.values() for text in each]:
+        whole = [name for name, each in found.items() if not each]
         todo = "No whole checkpoint is left: restore one from a copy, or train again into a new folder."
         if whole:
             todo = f"Delete it; the run resumes from {whole[-1]}, which is intact."
@@ -66,12 +67,10 @@ def _sources(run: Run) -> Iterator[Finding]:
     """The images and maps that going on needs."""
     for option in ("data", "maps"):
         given = str(run.config.get(option) or "")
-        try:
+        with contextlib.suppress(OSError, EverytokenError):
             path = dataset_path(given)
-            there = not path or any(c in path for c in "*{?") or Path(path).expanduser().exists()
-        except (OSError, EverytokenError):
-            there = False
-        if not there:
-            what = f"its {option} {given} are not there (seen from {Path.cwd()})"
-            todo = "Resuming and sample predictions need them; call from the folder in which the run was started."
-            yield Finding("warning", f"run-{option}-gone", what, str(run.path), todo)
+            if not path or any(c in path for c in "*{?") or Path(path).expanduser().exists():
+                continue
+        what = f"its {option} {given} are not there (seen from {Path.cwd()})"
+        todo = "Resuming and sample predictions need them; call from the folder in which the run was started."
+        yield Finding("warning", f"run-{option}-gone", what, str(run.path), todo)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
-from everytoken.files import write_atomically
+from everytoken.files import open_regular, write_atomically
 from everytoken_lab import schema
 from everytoken_lab.calibration import calibration_error, sigmoid
 from everytoken_lab.stats import Estimate, bootstrap_weights, percentage, with_added_images
@@ -62,7 +62,7 @@ class _PerImage:
     def saved(cls, path: Path, note: str | None = None) -> tuple[Self, dict[str, str]] | None:
         """What `save` wrote, with the unreadable images; None if there is no whole file with this note (None: any)."""
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
                 if note is not None and str(arrays["note"]) != note:
                     return None
                 skipped: dict[str, str] = json.loads(str(arrays["skipped"]))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from everytoken import files
 from everytoken.errors import EverytokenError
 from everytoken.files import disk_errors, make_inside, remove_temporary, sha256_of, sync_folder, write_atomically
 from everytoken.models.weights import encode_weights
@@ -56,7 +57,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     content = encode_weights(tensors, metadata)
     with disk_errors(path.parent, f"writing {path.name}", _ADVICE):
         remove_temporary(path.parent)  # of a writer that was killed
-        if not (path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content):
+        if not (path.is_file() and path.stat().st_size == len(content) and files.read_bytes(path) == content):
             write_atomically(path, content)
 
 
@@ -121,7 +122,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def newest_good(root: Path, tell: Callable[[str], None] = lambda text: None) -> Path | None:
-    """The newest whole checkpoint under `root`, or None; every one that is passed over is told."""
+    """The newest intact checkpoint under `root`, or None; damaged ones are reported and skipped."""
     for folder in reversed(checkpoints_in(root)):
         wrong = problems(folder)
         if not wrong:

@@ -97,6 +97,7 @@ def check_objectives(options: TrainOptions, objectives: Mapping[str, nn.Module])
         raise EverytokenError(f"objective {taught[0]!r} needs a teacher; name one (teacher: resnet50)")
     if options.maps and not mapped:
         notes.append(f"the maps {options.maps} are not used by any objective ({used})")
+    taught += sorted(name for name, objective in objectives.items() if getattr(objective, "teacher", None) is not None)
     guided = any(getattr(MIXERS[name], "guide", "") == "attention" for name in mixers)
     if options.model.teacher and not taught and not guided:
         notes.append(f"the teacher {options.model.teacher} is not used by any objective ({used}) or mixing method")

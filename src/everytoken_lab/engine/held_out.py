@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everytoken.errors import EverytokenError
-from everytoken_lab.data.datasets import NAMED, DataError, DataSet, find_split, open_dataset, split_folder
+from everytoken_lab.data.datasets import DataError, DataSet, open_dataset
 from everytoken_lab.data.labels import find_labels
+from everytoken_lab.data.tree import NAMED, find_split, split_folder
 from everytoken_lab.engine.run_folder import PUBLISHED, Run, run_of
 
 

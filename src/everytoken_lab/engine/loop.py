@@ -26,7 +26,7 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
-from everytoken.files import plain_json, write_atomically
+from everytoken.files import plain_json
 from everytoken.keyed import StepKey, generator
 from everytoken.models.weights import WeightsError, check_weights
 from everytoken_lab.engine import checkpoint, distributed
@@ -72,27 +72,19 @@ def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output:
     Raises:
         Stopped: after SIGTERM or SIGINT; the same call continues the run.
     """
-    with prepared(build, options, output) as loop, ExitStack() as stack:
-        with loop.world.agree():  # if another program has the lock, all processes stop alike
-            if loop.world.is_main:
-                stack.enter_context(loop.folder.open())
-        loop.run()
-    return loop.folder.read()
-
-
-@contextmanager
-def prepared(
-    build: Callable[[World, RunFolder], Task], options: LoopOptions, output: str | Path, writable: bool = True
-) -> Iterator[Loop]:
-    """The loop of a task among the processes that torchrun started; nothing is written yet."""
     check_loop(options)
     if options.run.threads:
         torch.set_num_threads(options.run.threads)
     with join_world(options.run.device) as world, kernel_settings(world.device, options.run.deterministic):
         torch.manual_seed(options.run.seed)  # of fresh weights
-        folder = RunFolder(output, writable=writable and world.is_main)
-        with closing(build(world, folder)) as task:
-            yield Loop(task, options, folder, world)
+        folder = RunFolder(output, writable=world.is_main)
+        with closing(build(world, folder)) as task, ExitStack() as stack:
+            loop = Loop(task, options, folder, world)
+            with world.agree():  # if another program has the lock, all processes stop alike
+                if world.is_main:
+                    stack.enter_context(folder.open())
+            loop.run()
+    return folder.read()
 
 
 class Loop:
@@ -152,18 +144,15 @@ class Loop:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last update is done, or `patience` epochs brought nothing better."""
-        patience, per_epoch = self.options.run.patience, max(1, self.updates_per_epoch)
-        waited = (self.place - self.best["step"]) / per_epoch if self.best else 0.0
-        between = self.position == 0 and not self.options.optim.iters
-        return self.place >= self.total or (patience > 0 and between and waited >= patience)
+        """Whether the last update is done."""
+        return self.place >= self.total
 
     # -- the run --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Begin or continue the run, and train to the end."""
-        resumed = self.resume(*self.newest_checkpoint())
-        if resumed and self.is_done and self.folder.read().summary.get("updates") == self.step:
+        self.resume()
+        if self.is_done and self.folder.read().summary.get("updates") == self.step:
             return  # its record stays as it is
         self.folder.write_config(flat(self.options), self.task.timm_config())
         if self.world.is_main:
@@ -171,8 +160,6 @@ class Loop:
         self.folder.log("; ".join(f"{name}: {value}" for name, value in self.facts().items()))
         try:
             with self._signals():
-                if self.step == 0 and not resumed and self.options.run.val_first:
-                    self._validate_and_save()
                 while not self.is_done:
                     self._train()
                     self._validate_and_save()
@@ -354,7 +341,7 @@ class Loop:
         summary = {
             "best": self.best,
             "last": run.history[-1] if run.history else {},
-            "epochs": self.epochs if self.place >= self.total else self.epoch,
+            "epochs": self.epochs,
             "updates": self.step,
             "seconds": round(self.seconds, 1),
             "updates left out": self.bad_total,
@@ -459,27 +446,22 @@ class Loop:
                 path = self.folder.path / f"best{suffix}.safetensors"
                 checkpoint.write_weights(path, tensors, self.task.metadata())
 
-    def newest_checkpoint(self) -> tuple[Path | None, Mapping[str, Any] | None]:
-        """The newest whole checkpoint and the state that it holds; rank 0 looks for it."""
+    def resume(self) -> None:
+        """Continue from the newest whole checkpoint, if there is one.
+
+        Continuing with other settings may be wanted; with another network or other data it is a mistake.
+        """
         newest = checkpoint.newest_good(self.folder.checkpoints, self.folder.log) if self.world.is_main else None
         newest = self.world.gather(newest)[0]
         if newest is None:
-            return None, None
+            self._refuse_to_overwrite()
+            self.folder.forget_after(0)  # of a start that was killed before its first checkpoint
+            return
         with self.world.agree():
             if not newest.is_dir():
                 who = f"rank {self.world.rank} (on {socket.gethostname()})"
                 raise EverytokenError(f"{who} does not see {newest}. Give an output on a disk that all machines share.")
-        return newest, checkpoint.load_state(newest)
-
-    def resume(self, newest: Path | None, state: Mapping[str, Any] | None) -> bool:
-        """Continue from what `newest_checkpoint` returned, if there is one.
-
-        Continuing with other settings may be wanted; with another network or other data it is a mistake.
-        """
-        if newest is None or state is None:
-            self._refuse_to_overwrite()
-            self.folder.forget_after(0)  # of a start that was killed before its first checkpoint
-            return False
+        state = checkpoint.load_state(newest)
         before, now = json.loads(state["options"]), flat(self.options)
         names = [name for name in now if name in before and before[name] != now[name] and name not in how_to_run()]
         changes = {name: (before[name], now[name]) for name in names}
@@ -502,10 +484,8 @@ class Loop:
         self.folder.forget_after(self.step)
         if self.best.get("step") == self.step and ("ema" in state) == (self.ema is not None):
             self._write_best()  # the run may have been killed between this checkpoint and its best weights
-        elif self.best:
-            is_there = self._restore_best() if self.world.is_main else None
-            if self.world.gather(is_there)[0] is False and not self.is_done:
-                self.best = {}  # the next validation counts as the best
+        elif self.best and not self.is_done and self.world.any(self.world.is_main and self._best_is_lost()):
+            self.best = {}  # the next validation counts as the best
         if self.is_done:
             self.folder.log(f"{self.folder.path} is finished: {self.step:,} updates; there is nothing to do")
         elif self.options.optim.iters:
@@ -513,24 +493,16 @@ class Loop:
         else:
             done = f"{self.position // self.accumulate} of its {self.updates_per_epoch} updates done"
             self.folder.log(f"continuing from {newest.name}: epoch {self.epoch + 1}, {done}")
-        return True
 
-    def _restore_best(self) -> bool:
-        """Make best weights that are damaged or gone again from their checkpoint; False if that is gone too."""
-        source = self.folder.checkpoints / f"step-{self.best['step']:08d}"
-        stem = "model" if self.ema is None else "ema"
+    def _best_is_lost(self) -> bool:
+        """Whether the best weights are damaged or gone."""
         for suffix in self.task.weights(self.task.module.state_dict()):
-            path, kept = self.folder.path / f"best{suffix}.safetensors", source / f"{stem}{suffix}.safetensors"
             try:
-                check_weights(path)
+                check_weights(self.folder.path / f"best{suffix}.safetensors")
             except (OSError, WeightsError) as error:
-                self.folder.log(f"note: {error}")
-                if checkpoint.problems(source) or not kept.is_file():
-                    self.folder.log(f"note: {path.name} cannot be made again, as {source.name} is gone")
-                    return False
-                write_atomically(path, kept.read_bytes())
-                self.folder.log(f"note: {path.name} is made again from {source.name}")
-        return True
+                self.folder.log(f"note: {error}; the next validation counts as the best")
+                return True
+        return False
 
     def _restore_place(self, state: Mapping[str, Any]) -> None:
         """Epoch and position of a checkpoint, which may have been written with another batch.

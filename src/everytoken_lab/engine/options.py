@@ -47,7 +47,7 @@ class ModelOptions:
     `everytoken eval` and the others then do the same."""
     teacher: str = ""
     """Teacher of the objectives `distillation` and `online_token`: a timm name with the tag of its weights
-    (regnety_160.deit_in1k), a run folder, registry:NAME, or fit:MAPS for the network that `everytoken annotate
+    (regnety_160.deit_in1k), a run folder, registry:NAME, or MAPS/annotator for the network that `everytoken annotate
     --annotator fit` saved with its maps. Its classes are matched by name; it may know more than the data has."""
     norm_eval: bool = False
     """Keep the statistics of batch norms as they are: for pretrained networks and small batches."""
@@ -169,10 +169,6 @@ class RunOptions:
     """Updates between lines in the metrics files."""
     val_interval: Positive = 1
     """Epochs between validations; the last epoch is always validated."""
-    val_first: bool = False
-    """Validate the initial weights too: they are the best until training beats them. For a start that is good."""
-    patience: NotNegative = 0
-    """Stop early after so many epochs without a better score; 0: never."""
     val_iters: NotNegative = 0
     """Updates between validations when --iters is set; each also writes a checkpoint. 0: validate at the end only."""
     bad_loss_limit: Annotated[Positive, HOW] = 5
@@ -191,12 +187,14 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """Without a recipe and a model: everything else is decided by looking at the photos."""
+    """Without --recipe and --model: the command chooses all other settings itself."""
 
-    minutes: Amount = 0.0
-    """Time for everything; turned into epochs once. 0: 20 minutes."""
+    minutes: Annotated[Amount, tyro.conf.arg(help_behavior_hint="(default: 20)")] = 0.0
+    """Time budget for everything; 0: 20 minutes."""
     linear: bool = False
     """Only fit a linear head on frozen features; with --weights RUN, a linear probe of that run."""
+    offline: bool = False
+    """Download no weights, as HF_HUB_OFFLINE=1 does; without it, small networks of the Hugging Face hub are tried."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ class TrainOptions:
     """Everything that determines a run; `config.yaml` of a run folder is this, resolved."""
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
-    """Folder with train/ and val/, or one folder of class folders; also tar shards, torchvision:NAME, hf:NAME."""
+    """Folder with train/ and val/, or one folder of class folders; also tar shards, torchvision:NAME."""
     maps: str = ""
     """Store of score maps (`everytoken annotate`), for objectives that need maps. Without a recipe: auto makes and
     keeps them and trains every token; none trains without, which is the default."""

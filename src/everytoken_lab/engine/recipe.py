@@ -15,13 +15,14 @@ import copy
 import dataclasses
 import functools
 import itertools
+import math
 import typing
 from collections.abc import Iterable, Mapping
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from everytoken.errors import did_you_mean
+from everytoken.files import read_bytes
 from everytoken.objectives import registry
 from everytoken_lab import schema
 from everytoken_lab.schema import SchemaError
@@ -55,7 +56,7 @@ def recipe_text(name: str) -> str:
     """The text of a shipped recipe or of a file."""
     if name.endswith((".yaml", ".yml")):
         try:
-            return Path(name).read_text(encoding="utf-8")
+            return read_bytes(name).decode("utf-8")
         except FileNotFoundError as error:
             raise SchemaError(f"there is no recipe file {name}") from error
         except (OSError, UnicodeDecodeError) as error:
@@ -106,6 +107,9 @@ def apply(options: T, values: Mapping[str, Any], where: str) -> T:
     for key in ("objectives", "mixing"):
         if isinstance(inner := values.get(key), Mapping):  # `hard:` without settings is `hard: {}`
             values[key] = {name: {} if fields is None else fields for name, fields in inner.items()}
+    for key, value in flat_names(values).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SchemaError(f"{where}: {key} is {value}, which is not a number to train with.")
     checked: Any = schema.parse(form, {**flat(options), **values}, where)
     new: dict[str, Any] = {name: getattr(checked, name) for name, group in home.items() if not group}
     for group in set(home.values()) - {""}:

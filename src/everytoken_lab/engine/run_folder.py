@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from everytoken import files
 from everytoken._version import version
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import BusyError, Lock, append, make_inside, plain_json, remove_temporary, write_atomically
 from everytoken_lab import schema
-from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, NAMED, SUBSET, network_address
+from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT
+from everytoken_lab.data.tree import NAMED, SUBSET, network_address
 from everytoken_lab.engine.options import how_to_run
 from everytoken_lab.engine.recipe import flat_names
 
@@ -214,8 +214,8 @@ class Run:
 
         `part` turns a path into the folder or file that is compared.
         """
-        recorded = str(self.config.get(option) or "")
-        if any(name.startswith((*NAMED, SUBSET)) for name in (recorded, given)):
+        recorded, given = str(self.config.get(option) or ""), schema.without_secrets(given)
+        if any(name.startswith((NAMED, SUBSET)) for name in (recorded, given)):
             return recorded == given
         path, place = Path(given).expanduser().resolve(), self.place(option)
         if place is not None:
@@ -226,10 +226,10 @@ class Run:
 def read_run(path: Path, name: str = "") -> Run:
     """One run folder."""
     troubles: list[str] = []
-    config = _read(path / "config.yaml", dict[str, Any], troubles)
+    config = schema.texts(_read(path / "config.yaml", dict[str, Any], troubles), schema.without_secrets)
     rows, skipped, bad = (_rows(path / f"{f}.jsonl", troubles) for f in ("metrics", "skipped-images", "bad-updates"))
     summary = _read(path / "summary.json", dict[str, Any], troubles)
-    starts = _read(path / "environment.json", list[dict[str, Any]], troubles)
+    starts = schema.texts(_read(path / "environment.json", list[dict[str, Any]], troubles), schema.without_secrets)
     if not is_run(path):
         troubles = [f"{path} holds no run: none of {', '.join(_FILES)} is in it"]
     elif not (path / "config.yaml").exists():
@@ -324,7 +324,7 @@ class RunFolder:
     def write_config(self, options: Mapping[str, Any], timm_config: Mapping[str, Any] | None = None) -> None:
         """`config.yaml`; `config.json`, if timm can open the weights; the environment, added to `environment.json`."""
         if self.writable:
-            self.write("config.yaml", yaml.safe_dump(dict(options), sort_keys=False, allow_unicode=True))
+            self.write("config.yaml", schema.to_yaml(options))
             if timm_config is not None:
                 self.write("config.json", plain_json(dict(timm_config)))
             starts = _read(self.path / "environment.json", list[dict[str, Any]], []) or []
@@ -335,6 +335,7 @@ class RunFolder:
         if not self.writable:
             return
         logger.info(text)
+        text = schema.shown(text)
         if self._opened:
             append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
@@ -386,7 +387,7 @@ def environment() -> dict[str, Any]:
 
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
+        "command": list(map(schema.without_secrets, sys.argv)),
         "folder": os.getcwd(),  # where relative paths in config.yaml start
         "everytoken": version(),
         "python": platform.python_version(),
@@ -402,7 +403,7 @@ def _read(path: Path, kind: Any, troubles: list[str]) -> Any:
     try:
         if path.suffix == ".json":
             return schema.read_json(path, kind) if path.exists() else None
-        return schema.parse(kind, schema.read_yaml(path.read_bytes(), str(path)), str(path))
+        return schema.parse(kind, schema.read_yaml(files.read_bytes(path), str(path)), str(path))
     except FileNotFoundError:
         return None
     except (OSError, schema.SchemaError) as error:
@@ -413,7 +414,7 @@ def _read(path: Path, kind: Any, troubles: list[str]) -> Any:
 def _rows(path: Path, troubles: list[str]) -> list[dict[str, Any]]:
     """The lines of a JSON-lines file; the last may be torn after a kill, other bad ones are counted in `troubles`."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = files.read_bytes(path).splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -25,8 +25,9 @@ from timm.utils.model import unwrap_model
 from torch import Tensor, nn
 
 from everytoken.files import write_picture
-from everytoken_lab.data.datasets import DataSet, network_address
+from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.data.loader import BadImages, BatchReader, Loader
+from everytoken_lab.data.tree import network_address
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.options import LoopOptions
 from everytoken_lab.engine.run_folder import RunFolder

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from everytoken.errors import EverytokenError, MissingExtraError, need
-from everytoken.files import make_inside, plain_json, write_atomically
+from everytoken.files import make_inside, plain_json, read_bytes, write_atomically
+from everytoken_lab import schema
 from everytoken_lab.engine.options import RunOptions
 
 
@@ -103,7 +104,7 @@ def _ids(folder: Path) -> dict[str, str]:
     """The id of the run, drawn when it is first asked for, and MLflow's, if it has one."""
     path = folder / "trackers.json"
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_bytes(path))
         if isinstance(found, dict) and found.get("id"):
             return {key: str(value) for key, value in found.items()}
     except (OSError, ValueError):
@@ -115,6 +116,7 @@ def _ids(folder: Path) -> dict[str, str]:
 
 def build_trackers(run: RunOptions, folder: Path, config: dict[str, Any]) -> list[Tracker]:
     """Those that were asked for."""
+    config = schema.texts(config, schema.without_secrets)
     kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
     trackers: list[Tracker] = []
     for name, kind in kinds.items():

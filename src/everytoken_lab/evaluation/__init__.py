@@ -66,15 +66,17 @@ class PredictOptions(InferenceOptions):
     top: Annotated[int, Interval(ge=1)] = 3
     """Classes for each image."""
     sure: Annotated[float, Interval(ge=0, le=1)] = 0.0
-    """Answer "unsure" below a probability at which the other answers have this accuracy (such as 0.95) on the images
-    that the run held out. For models without held-out images it is the probability itself. 0: always answer. Of
-    multi-label models: the precision of the labels; 0: the best F1."""
+    """Answer "unsure" below a threshold, chosen on the held-out images so that the other answers have this accuracy
+    (such as 0.95). Without held-out images, this is the threshold. 0: always answer. Multi-label models: the precision
+    of the labels; 0: the best F1."""
     calibrate: bool = True
     """Calibrate probabilities on the images that the run held out (once, then kept in the run)."""
     locate: bool = False
     """Also locate the object: a box and a mask, from the network's logits for every cell of the image."""
     amp: bool | None = None
     """Mixed precision. Default: as the run was validated."""
+    on_bad_image: Literal["raise", "skip"] = "skip"
+    """skip: an image that cannot be read gets a row with an error. raise: stop at the first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,3 @@ class ExportOptions(OpenOptions):
     """onnx: a second output with the logits of every cell, so that objects can be located."""
     license: str = ""
     """Licence of the weights, for the model card: apache-2.0, cc-by-4.0, ..."""
-    push: str = ""
-    """USER/NAME of a repository on the Hugging Face Hub, to which the folder is uploaded."""
-    private: bool = False
-    """push: make a new repository private."""

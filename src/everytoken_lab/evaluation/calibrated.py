@@ -21,7 +21,8 @@ from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.engine.run_folder import Run, run_of
 from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.maps.summary import sample_positions
-from everytoken_lab.models.open import Description, OpenModel
+from everytoken_lab.models.description import Description
+from everytoken_lab.models.open import OpenModel
 
 FILE = "calibration.json"
 FEWEST, MOST = 20, 1000  # images to calibrate on
@@ -95,7 +96,7 @@ def calibrated(opened: OpenModel, options: InferenceOptions) -> tuple[OpenModel,
         keep_calibration(run, weights, calibration)
         remark = (
             f"calibrated on {calibration.images:,} images that the run held out (temperature "
-            f"{calibration.temperature:.2f}{calibration.words()})"
+            f"{calibration.temperature:.2f})"
         )
     return replace(opened, info=replace(opened.info, calibration=calibration)), remark
 

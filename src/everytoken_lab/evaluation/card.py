@@ -16,7 +16,8 @@ from everytoken_lab.classes import shown_name
 from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.evaluation import ExportOptions
 from everytoken_lab.evaluation.calibrated import splits
-from everytoken_lab.models.open import Description, OpenModel
+from everytoken_lab.models.description import Description
+from everytoken_lab.models.open import OpenModel
 from everytoken_lab.stats import Estimate, percentage
 
 _SETTINGS = ("epochs", "iters", "batch_size", "opt", "lr", "weight_decay", "smoothing", "aa", "seed")
@@ -29,7 +30,7 @@ def model_card(
     info, config = opened.info, None if run is None else run.config
     facts = _data_facts(run, info.multi_label)
     result = facts.get("result")
-    title = options.push.split("/")[-1] or (run.name if run is not None else info.architecture)
+    title = info.architecture if run is None else run.name
     front: dict[str, Any] = {
         "library_name": "timm",
         "pipeline_tag": "image-classification",
@@ -37,14 +38,6 @@ def model_card(
     }
     if options.license:
         front["license"] = options.license
-    if isinstance(result, Estimate):
-        kind, name = ("mAP", "mAP") if info.multi_label else ("accuracy", "top-1")
-        outcome = {
-            "task": {"type": "image-classification"},
-            "dataset": {"type": "imagefolder", "name": str(facts["data"])},
-            "metrics": [{"type": kind, "value": round(result.value, 2), "name": f"{name} on held-out images"}],
-        }
-        front["model-index"] = [{"name": title, "results": [outcome]}]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("everytoken_lab.evaluation"), trim_blocks=True, lstrip_blocks=True
     )

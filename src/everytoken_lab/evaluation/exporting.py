@@ -17,18 +17,19 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
 import torch
 from torch import Tensor, nn
 
-from everytoken.errors import EverytokenError, need, no_telemetry
-from everytoken.files import disk_errors, plain_json, refuse_link, write_atomically
+from everytoken.errors import EverytokenError, need
+from everytoken.files import disk_errors, plain_json, refuse_link, remove_temporary, write_atomically
 from everytoken_lab import schema
 from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.run_folder import Run, run_of
@@ -37,11 +38,12 @@ from everytoken_lab.evaluation.calibrated import calibrated, validation_set
 from everytoken_lab.evaluation.card import model_card, preprocessing
 from everytoken_lab.evaluation.run import network_inputs, open_with
 from everytoken_lab.maps.summary import sample_positions
-from everytoken_lab.models.inference import export_onnx, open_session
-from everytoken_lab.models.onnx import OnnxModel
-from everytoken_lab.models.open import Description, OpenModel, timm_config, token_head_file
+from everytoken_lab.models.description import Description, timm_config, token_head_file
+from everytoken_lab.models.onnx import OnnxModel, export_onnx, open_session, sealed
+from everytoken_lab.models.open import OpenModel
 
 CHECKED_ON = 8  # images
+_WORK = ".export-"
 _TOKEN_HEAD = token_head_file(Path("model.safetensors")).name
 _TOLERANCE = 2e-3  # of the largest logit
 
@@ -54,7 +56,6 @@ class Exported:
     differences: dict[str, float]  # file -> largest difference to the model's own logits, on `checked_on`
     checked_on: str
     notes: tuple[str, ...] = ()
-    address: str = ""  # of the page on the Hub, if it was pushed
 
 
 class _Answers(nn.Module):
@@ -91,8 +92,6 @@ def export(source: str | Path | OpenModel, out: str | Path | None = None, **sett
     kinds = list(dict.fromkeys("timm" if kind == "hf" else kind for kind in options.to))
     for module in ("onnx", "onnxscript", "onnxruntime") if "onnx" in kinds else ():
         need(module, "export", "an ONNX file")
-    if options.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
-        raise EverytokenError(f"push is {options.push!r}; a repository on the Hub is USER/NAME.")
     how = InferenceOptions(
         model=options.model, weights=options.weights, img_size=options.img_size, workers=0, device="cpu"
     )
@@ -117,27 +116,25 @@ def export(source: str | Path | OpenModel, out: str | Path | None = None, **sett
     images, checked_on = _check_images(opened, run)
     folder.mkdir(parents=True, exist_ok=True)
     with disk_errors(folder, "writing the exported model"):
+        remove_temporary(folder)  # of an export that was killed, and its folder
+        for left in folder.glob(f"{_WORK}*"):
+            shutil.rmtree(left, ignore_errors=True)
         differences = {WRITERS[kind][0]: WRITERS[kind][1](opened, folder, images, options.cells) for kind in kinds}
         card = model_card(opened, run, differences, checked_on, options)
         write_atomically(folder / "README.md", schema.printable(card).encode())
-    names = [*differences, "README.md", *(("config.json", _TOKEN_HEAD) if "timm" in kinds else ())]
-    address = _push(folder, names, options) if options.push else ""
-    return Exported(folder, differences, checked_on, (remark,) if remark else (), address)
+    return Exported(folder, differences, checked_on, (remark,) if remark else ())
 
 
 def _portable(opened: OpenModel) -> Description:
     """The description, with everything that the opened model knew from elsewhere."""
-    config: Any = opened.model.backbone.pretrained_cfg or {}
-    architecture = config.get("architecture") or opened.info.architecture
-    token_names = opened.info.token_class_names
-    if opened.model.uses_own_head:  # which of weights from elsewhere speaks the same classes
-        token_names = token_names or opened.class_names
+    info, config = opened.info, cast(Any, opened.model.backbone.pretrained_cfg) or {}
+    own = opened.class_names if opened.model.uses_own_head else ()  # of weights from elsewhere: the same classes
     return replace(
-        opened.info,
-        architecture=architecture.split(".")[0],
-        arguments={**opened.info.arguments, "num_classes": opened.num_classes},
+        info,
+        architecture=(config.get("architecture") or info.architecture).split(".")[0],
+        arguments={**info.arguments, "num_classes": opened.num_classes},
         class_names=opened.class_names,
-        token_class_names=token_names,
+        token_class_names=info.token_class_names or own,
     )
 
 
@@ -158,13 +155,11 @@ def _write_timm(opened: OpenModel, folder: Path, images: Tensor, cells: bool) ->
     about = timm_config(model.backbone, info)
     if model.token_head is not None:
         about["token_head"] = _TOKEN_HEAD
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as work:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_WORK) as work:
         trial = Path(work)
-        files: dict[str, dict[str, Tensor]] = {"model.safetensors": dict(model.backbone.state_dict())}
+        write_weights(trial / "model.safetensors", dict(model.backbone.state_dict()), info.to_metadata())
         if model.token_head is not None:
-            files[_TOKEN_HEAD] = dict(model.token_head.state_dict())
-        for name, tensors in files.items():
-            write_weights(trial / name, tensors, info.to_metadata())
+            write_weights(trial / _TOKEN_HEAD, dict(model.token_head.state_dict()), info.to_metadata())
         write_atomically(trial / "config.json", plain_json(about).encode())
         again = timm.create_model(f"local-dir:{trial}", pretrained=True).eval()
         trained = _Answers(opened, False, 0.0).eval()  # timm's model has no token head to vote with
@@ -197,7 +192,7 @@ def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) ->
             "temperature": str(1.0 if info.calibration is None else info.calibration.temperature),
         },
     )
-    content = program.SerializeToString()
+    content = sealed(program.SerializeToString())
     session = open_session(content)
 
     def answer(x: Tensor) -> tuple[Tensor, ...]:
@@ -225,23 +220,3 @@ def _compare(name: str, answer: Callable[[Tensor], tuple[Tensor, ...]], module: 
                 )
             largest = max(largest, difference)
     return largest
-
-
-def _push(folder: Path, names: list[str], options: ExportOptions) -> str:
-    """Upload the files that were written; the address of the page."""
-    no_telemetry()
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError
-
-    api = huggingface_hub.HfApi()
-    try:
-        repository = api.create_repo(options.push, private=options.private or None, exist_ok=True)
-        message = "Model exported by everytoken"
-        api.upload_folder(repo_id=options.push, folder_path=folder, allow_patterns=names, commit_message=message)
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise EverytokenError(
-            f"{options.push} cannot be pushed to the Hub ({reason}). The files are in {folder}; log in with `hf auth "
-            "login` or set HF_TOKEN, and check the name and the network."
-        ) from error
-    return str(repository)

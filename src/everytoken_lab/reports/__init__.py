@@ -1,4 +1,4 @@
-"""The page of one or several runs: groups of seeds, intervals, curves, classes, predictions and token maps."""
+"""The page of one or several runs: groups of seeds, intervals, mistakes, doubtful labels, classes, curves."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ReportOptions:
     title: str = ""
     """Title of the page."""
     predictions: bool = True
-    """Evaluate the best weights on the validation images, for class tables and sample predictions (kept in the run)."""
-    samples: int = 12
-    """Validation images to show."""
+    """Evaluate the best weights on the validation images, for mistakes and classes (kept in the run)."""
+    samples: int = 60
+    """Photos that are shown large, with tokens and a mask. All mistakes (up to 2,000) are shown as thumbnails."""
     data: str = ""
     """Where the images are now, if not where they were in training; also needed if they are at an address."""
     device: str = ""

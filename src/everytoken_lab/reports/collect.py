@@ -18,7 +18,6 @@ from everytoken_lab.reports.groups import Difference, Group, config_differences,
 if TYPE_CHECKING:
     from everytoken_lab.data.datasets import DataSet
     from everytoken_lab.reports.predictions import PredictedRun
-    from everytoken_lab.reports.samples import Sample
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 _silent: Progress = lambda title: nullcontext(lambda done, total: None)  # noqa: E731
@@ -33,7 +32,8 @@ class Report:
     differences: list[Difference]
     settings: list[tuple[str, list[Any]]]  # options that differ between groups
     classes: list[PredictedRun] = field(default_factory=list)  # one of each group, where there are predictions
-    samples: list[Sample] = field(default_factory=list)
+    photos: list[dict[str, Any]] = field(default_factory=list)  # see `photos.photos`
+    labelling: dict[str, Any] = field(default_factory=dict)  # see `photos.labelling`
     notes: list[str] = field(default_factory=list)  # what could not be shown
     skipped: dict[str, str] = field(default_factory=dict)  # images that could not be read, with the reason
 
@@ -42,6 +42,11 @@ class Report:
         """What is compared: "top-1", unless the runs are of another task."""
         metrics = {run.metric for run in self.runs if run.scores}
         return metrics.pop() if len(metrics) == 1 else "score" if metrics else "top-1"
+
+    @property
+    def compared(self) -> list[PredictedRun]:
+        """Those that are shown photo by photo."""
+        return [c for c in self.classes if c.same_images(self.classes[0])][:4]
 
     @property
     def headline(self) -> str:
@@ -59,7 +64,7 @@ def report(
     images: DataSet | None = None,
     **options: Any,
 ) -> Report:
-    """Compare runs and write one page about them: result, curves, classes, sample predictions.
+    """Compare runs and write one page about them: result, mistakes, doubtful labels, classes, curves.
 
     Example:
         >>> lab.report("runs", "report.html").headline
@@ -80,7 +85,26 @@ def report(
         raise EverytokenError(f"{target} is a folder; name a file, such as {target / 'report.html'}.")
     if target is not None and not target.parent.is_dir():
         raise EverytokenError(f"there is no folder {target.parent} to write {target.name} to.")
-    result = collect([runs] if isinstance(runs, str | Path) else list(runs), settings, progress or _silent, images)
+    paths = [runs] if isinstance(runs, str | Path) else list(runs)
+    found = find_runs(paths)
+    if all(run.state in ("damaged", "not begun") for run in found):
+        reasons = [f"  {run.path}: {'; '.join(run.troubles) or f'{run.state}, no epoch is done'}" for run in found]
+        text = "\n".join(["there is nothing to report on:", *reasons, "Name the folder of a training run."])
+        raise EverytokenError(text)
+    groups = group_runs(found)
+    if len(paths) == 1:  # a folder of runs has no order of its own: what learns plain labels is the baseline
+        groups.sort(key=lambda group: set(group.runs[0].config.get("objectives") or {"hard"}) != {"hard"})
+    result = Report(found, groups, differences(groups), config_differences(groups))
+    for run in found:
+        result.skipped.update(run.skipped)
+        result.notes.extend(f"{run.name}: {trouble}" for trouble in run.troubles)
+        if run.bad_updates:
+            why = "because the loss was not finite (bad-updates.jsonl lists the images)"
+            result.notes.append(f"{run.name}: {run.bad_updates} updates were left out {why}.")
+    if settings.predictions:
+        _add_predictions(result, settings, progress or _silent, images, draws=target is not None)
+    else:
+        result.notes.append("Predictions were left out on request.")
     if target is not None:
         from everytoken_lab.reports.page import render_report
 
@@ -91,37 +115,13 @@ def report(
     return result
 
 
-def collect(
-    paths: Sequence[str | Path], options: ReportOptions, progress: Progress, images: DataSet | None = None
-) -> Report:
-    """Read the runs and evaluate their best weights on their validation images."""
-    runs = find_runs(paths)
-    if all(run.state in ("damaged", "not begun") for run in runs):
-        reasons = [f"  {run.path}: {'; '.join(run.troubles) or f'{run.state}, no epoch is done'}" for run in runs]
-        text = "\n".join(["there is nothing to report on:", *reasons, "Name the folder of a training run."])
-        raise EverytokenError(text)
-    groups = group_runs(runs)
-    if len(paths) == 1:  # a folder of runs has no order of its own: what learns plain labels is the baseline
-        groups.sort(key=lambda group: set(group.runs[0].config.get("objectives") or {"hard"}) != {"hard"})
-    result = Report(runs, groups, differences(groups), config_differences(groups))
-    for run in runs:
-        result.skipped.update(run.skipped)
-        result.notes.extend(f"{run.name}: {trouble}" for trouble in run.troubles)
-        if run.bad_updates:
-            why = "because the loss was not finite (bad-updates.jsonl lists the images)"
-            result.notes.append(f"{run.name}: {run.bad_updates} updates were left out {why}.")
-    if options.predictions:
-        _add_predictions(result, options, progress, images)
-    else:
-        result.notes.append("Predictions were left out on request.")
-    return result
-
-
-def _add_predictions(report: Report, options: ReportOptions, progress: Progress, images: DataSet | None) -> None:
-    """Of one run of each group, and pictures of images that all of them answered."""
+def _add_predictions(
+    report: Report, options: ReportOptions, progress: Progress, images: DataSet | None, draws: bool
+) -> None:
+    """Of one run of each group, and the photos that all of them answered, if somebody will see them."""
     from everytoken_lab.engine.distributed import pick_device
+    from everytoken_lab.reports.photos import labelling, photos
     from everytoken_lab.reports.predictions import predict_run
-    from everytoken_lab.reports.samples import samples
 
     device = pick_device(options.device)
     for group in report.groups:
@@ -140,12 +140,13 @@ def _add_predictions(report: Report, options: ReportOptions, progress: Progress,
             report.skipped.update(found.skipped)
             report.classes.append(replace(found, group=group.name))
             break
-    shown = [c for c in report.classes if c.same_images(report.classes[0])]
-    if shown and options.samples:
+    if report.compared and draws:
         try:
-            report.samples.extend(samples(shown[:4], options.samples, device))
+            report.labelling.update(labelling(report.compared[0], options.data))
+            with progress("drawing photos") as tell:
+                report.photos.extend(photos(report.compared, options.samples, device, report.labelling["split"], tell))
         except (EverytokenError, OSError, RuntimeError) as error:
-            report.notes.append(f"No sample predictions, because {_first_line(error)}")
+            report.notes.append(f"No photos, because {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from everytoken.errors import EverytokenError
+from everytoken.files import sha256_of
 from everytoken_lab.calibration import Calibration
 from everytoken_lab.classes import shown_name
 from everytoken_lab.data.datasets import DataSet
@@ -25,7 +26,8 @@ from everytoken_lab.engine.accuracy import AnyPredictions, MultiLabelPredictions
 from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.evaluation.calibrated import FEWEST, keep_calibration, read_calibration, validation_set
 from everytoken_lab.evaluation.run import evaluate
-from everytoken_lab.models.open import OpenModel, describe, find_weights, open_model
+from everytoken_lab.models.description import describe
+from everytoken_lab.models.open import OpenModel, find_weights, open_model
 from everytoken_lab.stats import Estimate
 
 CACHE = "report-predictions.npz"
@@ -114,8 +116,7 @@ def predict_run(
 
 def stamp(weights: Path, images: DataSet) -> str:
     """Changes when the weights or the images do."""
-    with weights.open("rb") as file:
-        content = hashlib.file_digest(file, "sha256")
+    content = hashlib.sha256(sha256_of(weights).encode())
     names = json.dumps([images.name, images.class_names, list(images.keys())])
     content.update(names.encode("utf-8", "surrogateescape"))
     content.update(images.labels.tobytes())

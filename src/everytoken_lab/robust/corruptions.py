@@ -43,12 +43,10 @@ def corruption(group: str, *parameters: Any) -> Callable[[Callable[..., Array]],
     Images are float32 [h, w, 3] in 0..1; what it returns may be outside (`corrupt` clips).
     """
 
-    by_severity = dict(zip(SEVERITIES, parameters, strict=True))
-
     def register(function: Callable[..., Array]) -> Callable[..., Array]:
         @functools.wraps(function)
         def at_severity(image: Array, severity: int, rng: Rng, scale: float) -> Array:
-            own = by_severity[severity]
+            own = parameters[severity - 1]
             return function(image, rng, scale, *(own if isinstance(own, tuple) else (own,)))
 
         CORRUPTIONS[function.__name__] = at_severity
@@ -177,21 +175,17 @@ def snow(image: Array, rng: Rng, scale: float, *parameters: float) -> Array:
 def frost(image: Array, rng: Rng, scale: float, image_weight: float, texture_weight: float) -> Array:
     """a x + b t for a random piece t of a random texture."""
     height, width = image.shape[:2]
-    textures = drawn_frost(height, width)
-    texture = textures[int(rng.integers(len(textures)))]
+    texture = drawn_frost(height, width, int(rng.integers(5)))
     top = int(rng.integers(texture.shape[0] - height + 1))
     left = int(rng.integers(texture.shape[1] - width + 1))
     return image_weight * image + texture_weight * texture[top : top + height, left : left + width]
 
 
-@functools.lru_cache(maxsize=8)
-def drawn_frost(height: int, width: int) -> list[Array]:
-    """Five textures for images of this size, each 1.5 times as large, float32 [H, W, 3], 0..1."""
-    return [_draw_frost(round(1.5 * height) + 1, round(1.5 * width) + 1, number) for number in range(5)]
-
-
-def _draw_frost(height: int, width: int, number: int) -> Array:
+@functools.lru_cache(maxsize=40)
+def drawn_frost(height: int, width: int, number: int) -> Array:
+    """One of five textures for images of this size, 1.5 times as large, float32 [H, W, 3], 0..1."""
     rng = keyed.generator(0, "frost", number)
+    height, width = round(1.5 * height) + 1, round(1.5 * width) + 1
     short = min(height, width)
     total = np.zeros((height, width), np.float32)
     y, x = np.mgrid[:height, :width].astype(np.float32)
@@ -276,30 +270,25 @@ def elastic_transform(image: Array, rng: Rng, scale: float, *parameters: float) 
     third = min(height, width) // 3
     before = middle + np.array([[third, third], [third, -third], [-third, -third]])
     after = before + rng.uniform(-jitter, jitter, before.shape)
-    matrix = inverse_affine(before, after)
-    x = matrix[0, 0] * columns + matrix[0, 1] * rows + matrix[0, 2]
-    y = matrix[1, 0] * columns + matrix[1, 1] * rows + matrix[1, 2]
+    x, y = (a * columns + b * rows + c for a, b, c in inverse_affine(before, after))
     moved = filters.sample(image, y, x, "mirror")
-    shifts = [
-        filters.gaussian(rng.uniform(-1, 1, (height, width)).astype(np.float32), blur, "reflect", 3.0) * strength
-        for _ in range(2)
-    ]
-    return filters.sample(moved, rows + shifts[1], columns + shifts[0], "reflect")
+    draws = rng.uniform(-1, 1, (2, height, width)).astype(np.float32)
+    right, down = (strength * filters.gaussian(draw, blur, "reflect", 3.0) for draw in draws)
+    return filters.sample(moved, rows + down, columns + right, "reflect")
 
 
 def inverse_affine(before: Array, after: Array) -> Array:
     """[2, 3] matrix that takes the three points (x, y) of `after` back to those of `before`."""
-    points = np.concatenate([after, np.ones((3, 1))], axis=1)
-    solved: Array = np.linalg.solve(points, before)
+    solved: Array = np.linalg.solve(np.column_stack([after, np.ones(3)]), before)
     return solved.T
 
 
 @corruption("digital", 0.6, 0.5, 0.4, 0.3, 0.25)
 def pixelate(image: Array, rng: Rng, scale: float, factor: float) -> Array:
     """Made smaller and larger again with a box filter."""
-    height, width = image.shape[:2]
-    small = _picture(image).resize((max(1, int(width * factor)), max(1, int(height * factor))), Image.Resampling.BOX)
-    return np.asarray(small.resize((width, height), Image.Resampling.BOX), np.float32) / 255
+    size = image.shape[1::-1]
+    small = _picture(image).resize([max(1, int(side * factor)) for side in size], Image.Resampling.BOX)
+    return np.asarray(small.resize(size, Image.Resampling.BOX), np.float32) / 255
 
 
 @corruption("digital", 25, 18, 15, 10, 7)

@@ -82,17 +82,16 @@ def margin(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.scatter(1, labels[:, None], -torch.inf).amax(1) - logits.gather(1, labels[:, None])[:, 0]
 
 
+def lead(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
+    """z_y - z_t"""
+    return (logits.gather(1, labels[:, None]) - logits.gather(1, targets[:, None]))[:, 0]
+
+
 def dlr(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
     """-(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2), towards the targets t."""
-    ordered = logits.sort(dim=1, descending=True).values
-    if logits.shape[1] < 3:
-        spread = torch.ones_like(ordered[:, 0])
-    elif logits.shape[1] == 3:
-        spread = ordered[:, 0] - ordered[:, 2]
-    else:
-        spread = ordered[:, 0] - (ordered[:, 2] + ordered[:, 3]) / 2
-    label_logit, target_logit = (logits.gather(1, c[:, None])[:, 0] for c in (labels, targets))
-    return (target_logit - label_logit) / (spread + 1e-12)
+    best = logits.topk(min(4, logits.shape[1])).values
+    spread = best[:, 0] - best[:, 2:].mean(1) if logits.shape[1] > 2 else 1.0
+    return -lead(logits, labels, targets) / (spread + 1e-12)
 
 
 def value_and_gradient(
@@ -289,7 +288,7 @@ def boundary(batch: AttackBatch, targets: Tensor, steps: int) -> tuple[Tensor, T
         if not len(rows):
             break
         base, shape = images[rows], at.shape
-        _, gap, normal = value_and_gradient(model, at, _lead, labels[rows], targets[rows])
+        _, gap, normal = value_and_gradient(model, at, lead, labels[rows], targets[rows])
         w, flat = normal.flatten(1), at.flatten(1)
         # the plane: gap + w.(x - at) = 0
         here = reach_plane(flat, w, gap).view(shape)
@@ -307,11 +306,6 @@ def boundary(batch: AttackBatch, targets: Tensor, steps: int) -> tuple[Tensor, T
         missing = best[rows] > batch.eps
         rows, at = rows[missing], at[missing]
     return adversarial, best
-
-
-def _lead(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
-    """z_label - z_target."""
-    return (logits.gather(1, labels[:, None]) - logits.gather(1, targets[:, None]))[:, 0]
 
 
 def fab_targeted(batch: AttackBatch, steps: int = 100, targets: int = 9) -> Tensor:

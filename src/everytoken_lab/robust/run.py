@@ -1,18 +1,20 @@
-"""Evaluate a model on suites. Predictions and logs of attacks are kept on disk, so that a stopped job resumes."""
+"""Evaluate a model on suites. Predictions and logs of attacks are kept on disk: a stopped job goes on with the next."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timm.data
 import torch
 from PIL import Image
 from torch import nn
@@ -20,7 +22,7 @@ from torchvision.transforms import Normalize
 
 from everytoken import keyed
 from everytoken.errors import EverytokenError
-from everytoken.files import append, make_inside, refuse_link, write_atomically
+from everytoken.files import make_inside, read_bytes, refuse_link, write_atomically
 from everytoken_lab.annotators.annotator import weights_hash
 from everytoken_lab.classes import ClassMatch, imagenet_numbers, match_classes
 from everytoken_lab.data.augment import EvalTransform, eval_view
@@ -37,7 +39,7 @@ from everytoken_lab.robust.tables import Result, Table, make_table
 from everytoken_lab.schema import counted
 
 STORED_QUALITY = 85  # of the published ImageNet-C files
-ATTACK_BATCH = 16  # images that are attacked together, and written to the log together
+ATTACK_BATCH = 16  # images that are attacked together
 _OWN_IMAGES = ("val", "own", "corrupt", "attack")  # suites whose images may be the user's training images
 Record = dict[str, Any]
 
@@ -130,13 +132,8 @@ class SuiteRunner:
     def _open(self, suite: Suite, view: EvalTransform, limit: int) -> tuple[DataSet, list[str], ClassMatch, Record]:
         """The images, notes on them, their classes among the model's, and what decides the model's answers."""
         data, notes = open_images(suite, limit, self.sources)
-        match = match_classes(
-            self.opened.classes,
-            data.class_names,
-            f"{suite.name} ({suite.path})",
-            subset=suite.subset,
-            restrict=self.options.restrict,
-        )
+        where, restrict = f"{suite.name} ({suite.path})", self.options.restrict
+        match = match_classes(self.opened.classes, data.class_names, where, subset=suite.subset, restrict=restrict)
         facts = {
             "weights": self.weights,
             "token vote": self.net.vote,
@@ -155,11 +152,9 @@ class SuiteRunner:
         if suite.kind == "corrupt":
             data, view = CorruptedSet(data, view, suite), whole
             facts |= {"corruption": suite.corruption, "severity": suite.severity, "program": 3}  # counts its changes
-            stem = f"{suite.corruption}-{suite.severity}-{facts['keys'][:8]}"
-        else:  # by path, so that val and real have theirs in common
-            stem = f"{Path(suite.path).name}-{_digest([suite.path, facts['keys'], suite.subset])[:8]}"
-        path = self.folder / "predictions" / f"{stem}.npz"
         note = json.dumps(facts, sort_keys=True, default=str)
+        name = suite.corruption or Path(suite.path).name  # not the suite's: val and real have theirs in common
+        path = self.folder / "predictions" / f"{name}-{_digest([suite.path, note])[:8]}.npz"
         saved = Predictions.saved(path, note)
         if saved is None:
             saved = self._predict(data, suite, match, view)
@@ -179,8 +174,7 @@ class SuiteRunner:
         self, data: DataSet, suite: Suite, match: ClassMatch, view: EvalTransform
     ) -> tuple[Predictions, dict[str, str]]:
         """Predictions, and the images that could not be read (key -> reason)."""
-        tell = lambda done, total: self._tell(suite, done, total)  # noqa: E731
-        inference = Inference(self.net, data, view, self.options, progress=tell)
+        inference = Inference(self.net, data, view, self.options, progress=partial(self._tell, suite))
         columns = None if match.columns is None else torch.from_numpy(match.columns)
         predictions = inference.predictions(torch.from_numpy(match.labels), columns)
         assert isinstance(predictions, Predictions)  # multi-label models are refused
@@ -190,11 +184,7 @@ class SuiteRunner:
         self, predictions: Predictions, keys: list[str], match: ClassMatch
     ) -> tuple[np.ndarray, list[str]]:
         """Which answers are among the ReaL labels of a file, or of timm's copy; and the images that have any."""
-        path = self.options.real
-        if not path:
-            import timm.data
-
-            path = str(Path(timm.data.__file__).parent / "_info" / "imagenet_real_labels.json")
+        path = self.options.real or str(Path(timm.data.__file__).parent / "_info" / "imagenet_real_labels.json")
         numbers = imagenet_numbers(self.opened.classes)
         numbers = numbers if match.columns is None else numbers[match.columns]
         sets = real_sets(keys, read_real(path))
@@ -205,31 +195,29 @@ class SuiteRunner:
     def attack(self, suite: Suite, fallen: dict[str, str]) -> Result:
         """Robust accuracy for one eps. `fallen`: key -> attack, of images that fell at a smaller one; it is extended.
 
-        The log has the settings, then one line per image. A batch is appended by one write after all of its attacks, so
-        an attack that was stopped ends with the same log as one that was not.
+        The log, which appears when all images were attacked, has the settings, then one line per image.
         """
-        options, view = self.options, self.view
-        data, notes, match, facts = self._open(suite, view, options.attack_limit or options.limit)
+        options = self.options
+        data, notes, match, facts = self._open(suite, self.view, options.attack_limit or options.limit)
         budget = {"steps": options.attack_steps, "queries": options.queries, "targets": options.targets}
         facts |= {"attack": (options.attack, suite.eps, budget, ATTACK_BATCH), "fallen": _digest(sorted(fallen))}
         header = json.dumps(facts, sort_keys=True, default=str)
         name = f"{options.attack}-{suite.eps:.6g}-{_digest([header])[:8]}.jsonl"  # other settings, another log
         path = make_inside(self.folder, "attacks") / name
-        records = _read_log(path, header, len(data))
-        model = from_pixels(self.net, view, match.columns)
-        attacks = autoattack.attacks(options.attack, **budget)
-        labels = match.labels[data.labels]
-        for start in range(len(records), len(data), ATTACK_BATCH):
-            samples = range(start, min(start + ATTACK_BATCH, len(data)))
-            batch = self._attack_batch(model, attacks, data, samples, labels, suite, fallen)
-            append(path, "".join(json.dumps(record) + "\n" for record in batch).encode(), sync=True)
-            records += batch
-            self._tell(suite, samples.stop, len(data))
+        if path.exists():
+            records = [json.loads(line) for line in read_bytes(path).decode().splitlines()[1:]]
+        else:
+            attacks, records = autoattack.attacks(options.attack, **budget), []
+            for start in range(0, len(data), ATTACK_BATCH):
+                samples = range(start, min(start + ATTACK_BATCH, len(data)))
+                records += self._attack_batch(attacks, data, samples, match, suite, fallen)
+                self._tell(suite, samples.stop, len(data))
+            write_atomically(path, "\n".join([header, *map(json.dumps, records), ""]).encode())
         judged = [record for record in records if "unreadable" not in record]
         fallen |= {record["key"]: record["by"] for record in judged if record["by"]}
-        broke = [record["by"] for record in judged if record["by"] not in ("", "clean")]
-        counts = [f"{name} broke {broke.count(name)}" for name in sorted(set(broke))]
-        notes.append(f"{suite.name}: " + (", ".join(counts) or "nothing broke"))
+        broke = Counter(record["by"] for record in judged if record["by"] not in ("", "clean"))
+        counts = ", ".join(f"{name} broke {count}" for name, count in sorted(broke.items()))
+        notes.append(f"{suite.name}: {counts or 'nothing broke'}")
         if bad := len(records) - len(judged):
             notes.append(f"{suite.name}: left out {counted(bad, 'unreadable image')}")
         correct = np.array([not record["by"] for record in judged], dtype=np.bool_)
@@ -237,62 +225,44 @@ class SuiteRunner:
 
     def _attack_batch(
         self,
-        model: Model,
         attacks: dict[str, autoattack.Attack],
         data: DataSet,
         samples: range,
-        labels: np.ndarray,
+        match: ClassMatch,
         suite: Suite,
         fallen: dict[str, str],
     ) -> list[Record]:
         """A record for each image; those that have fallen already are not attacked again."""
-        keys = [data.key(i) for i in samples]
-        records: list[Record] = [{"key": k, "by": fallen.get(k, ""), "smaller eps": k in fallen} for k in keys]
+        keys = {i: data.key(i) for i in samples}
+        records: dict[int, Record] = {}
         pixels: dict[int, np.ndarray] = {}
-        for row, i in enumerate(samples):
+        for i, key in keys.items():
+            records[i] = {"key": key, "by": fallen.get(key, ""), "smaller eps": key in fallen}
             try:
-                if keys[row] not in fallen:
-                    pixels[row] = self.view(data.picture(i))[0]
+                if key not in fallen:
+                    pixels[i] = self.view(data.picture(i))[0]
             except ImageError as error:
                 if self.options.on_bad_image == "raise":
                     raise
-                records[row]["unreadable"] = str(error)
-        if not pixels:
-            return records
-        rows = list(pixels)
-        device = next(self.net.parameters()).device
-        images = torch.from_numpy(np.stack(list(pixels.values()))).to(device).permute(0, 3, 1, 2).float() / 255
-        wanted = torch.from_numpy(labels[samples.start : samples.stop][rows]).to(device)
-        batch = AttackBatch(model, images, wanted, [keys[row] for row in rows], suite.eps)
-        tell = lambda attack, left: self._tell(suite, samples.start, len(data), attack)  # noqa: E731
-        outcome = autoattack.run(batch, attacks, tell)
-        for i, row in enumerate(rows):
-            records[row] |= {
-                "by": outcome.by[i],
-                "label": int(wanted[i]),
-                "clean": int(outcome.clean[i]),
-                "attacked": int(outcome.attacked[i]),
-                "distance": round(float(outcome.distance[i]), 7),
-            }
-        return records
-
-
-def _read_log(path: Path, header: str, images: int) -> list[Record]:
-    """The records of whole batches in the log of an attack; what a kill left half-written is cut off."""
-    lines = path.read_bytes().split(b"\n")[1:-1] if path.exists() else []  # what follows the last newline was torn
-    records = list(itertools.takewhile(bool, map(_record, lines)))
-    whole = images if len(records) >= images else len(records) // ATTACK_BATCH * ATTACK_BATCH
-    write_atomically(path, b"".join(line + b"\n" for line in (header.encode(), *lines[:whole])))
-    return records[:whole]
-
-
-def _record(line: bytes) -> Record:
-    """A line of the log; empty if it is damaged."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) and {"key", "by"} <= set(record) else {}
+                records[i]["unreadable"] = str(error)
+        if pixels:
+            device = next(self.net.parameters()).device
+            images = torch.from_numpy(np.stack(list(pixels.values()))).to(device).permute(0, 3, 1, 2).float() / 255
+            wanted = torch.from_numpy(match.labels[data.labels[list(pixels)]]).to(device)
+            model = from_pixels(self.net, self.view, match.columns)
+            batch = AttackBatch(model, images, wanted, [keys[i] for i in pixels], suite.eps)
+            tell = lambda attack, left: self._tell(suite, samples.start, len(data), attack)  # noqa: E731
+            out = autoattack.run(batch, attacks, tell)
+            columns = (out.by, *(values.tolist() for values in (wanted, out.clean, out.attacked, out.distance)))
+            for i, by, label, clean, attacked, far in zip(pixels, *columns, strict=True):
+                records[i] |= {
+                    "by": by,
+                    "label": label,
+                    "clean": clean,
+                    "attacked": attacked,
+                    "distance": round(far, 7),
+                }
+        return list(records.values())
 
 
 def _digest(texts: Iterable[str]) -> str:

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken_lab.data.datasets import dataset_path
+from everytoken_lab.data.tree import dataset_path
 from everytoken_lab.robust.corruptions import CORRUPTIONS, GROUPS, SEVERITIES
 
 KINDS = ("val", "v2", "a", "r", "sketch", "real", "c", "corrupt", "attack")
+FROM_VAL = ("real", "corrupt", "attack")
 V2 = ("matched-frequency", "threshold0.7", "top-images")
 
 
@@ -70,12 +71,11 @@ def parse_suites(
         raise EverytokenError("a suite is named twice; give your own folders names of their own")
     out: list[Suite] = []
     for name, path in given:
-        if not path and name in ("corrupt", "attack", "real"):
-            path = named.get("val", "")
-            if not path:
-                raise EverytokenError(f"suite {name} needs images: {name}=FOLDER, or val=FOLDER beside it")
+        if name in FROM_VAL:
+            path = path or named.get("val", "")
         if not path:
-            raise EverytokenError(f"a suite is NAME=FOLDER, not {name!r}.{did_you_mean(name, KINDS)}")
+            hint = " It also takes the images of val=FOLDER." if name in FROM_VAL else did_you_mean(name, KINDS)
+            raise EverytokenError(f"a suite is NAME=FOLDER, not {name!r}.{hint}")
         check_folder(name, path)
         out += _expand(name, path, [(c, s) for c in corruptions for s in severities], eps)
     return out
@@ -91,8 +91,7 @@ def check_folder(name: str, path: str) -> None:
 def _expand(name: str, path: str, corrupted: Sequence[tuple[str, int]], eps: Sequence[float]) -> Iterator[Suite]:
     place = Path(path).expanduser()
     if name == "v2":  # one variant, or the three
-        folders = sorted(p for p in place.iterdir() if p.is_dir()) if place.is_dir() else []
-        variants = [Suite(f"v2 {v}", "v2", str(p)) for v in V2 for p in folders if v in p.name]
+        variants = [Suite(f"v2 {v}", "v2", str(p)) for v in V2 for p in sorted(place.glob(f"*{v}*/"))]
         yield from variants or [Suite("v2", "v2", path)]
     elif name in ("c", "corrupt"):
         paths = _published(place, corrupted) if name == "c" else [path] * len(corrupted)
@@ -109,13 +108,14 @@ def _expand(name: str, path: str, corrupted: Sequence[tuple[str, int]], eps: Seq
 def _published(place: Path, corrupted: Sequence[tuple[str, int]]) -> list[str]:
     """The folders of ImageNet-C, which may lie in folders of their groups."""
     groups = {name: group for group, names in GROUPS.items() for name in names}
-    plain = [place / name / str(severity) for name, severity in corrupted]
-    grouped = [place / groups[name] / name / str(severity) for name, severity in corrupted]
-    folders = [p if p.is_dir() else g for p, g in zip(plain, grouped, strict=True)]
-    if missing := [f"{p.parent.name}/{p.name}" for p in folders if not p.is_dir()]:
-        raise EverytokenError(
-            f"suite c={place}: {len(missing)} of {len(folders)} folders CORRUPTION/SEVERITY are missing: "
-            f"{', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}. Say which there are (corruptions, "
-            "severities), or make the corruptions on the fly with corrupt=FOLDER."
-        )
-    return [str(folder) for folder in folders]
+    folders = []
+    for name, severity in corrupted:
+        candidates = (place / name / str(severity), place / groups[name] / name / str(severity))
+        folder = next((str(folder) for folder in candidates if folder.is_dir()), "")
+        if not folder:
+            raise EverytokenError(
+                f"suite c={place}: the folder {name}/{severity} is missing. Say which there are (corruptions, "
+                "severities), or make the corruptions on the fly with corrupt=FOLDER."
+            )
+        folders.append(folder)
+    return folders

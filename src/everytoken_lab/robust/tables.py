@@ -1,9 +1,8 @@
 """The table of one model, or of two side by side with paired differences; mean corruption errors.
 
 mCE: Hendrycks and Dietterich 2019, section 4. CE_c = sum_s E_{s,c} / sum_s E^AlexNet_{s,c}; mCE is its mean over the 15
-corruptions. Relative: (E_{s,c} - E_clean) in place of E_{s,c}, likewise for AlexNet. AlexNet's errors are the published
-ones for each severity. The numbers compare with the paper's only on ImageNet, with all 15 corruptions and 5 severities
-of the published images.
+corruptions. AlexNet's errors are the published ones for each severity. The numbers compare with the paper's only on
+ImageNet, with all 15 corruptions and 5 severities of the published images.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from everytoken_lab.robust.corruptions import SEVERITIES
 from everytoken_lab.robust.suites import Suite
 from everytoken_lab.stats import Estimate, bootstrap, paired_difference, percentage
 
-ALEXNET_CLEAN = 0.435
 ALEXNET: dict[str, tuple[float, ...]] = {
     "gaussian_noise": (0.69528, 0.82542, 0.93554, 0.98138, 0.99452),
     "shot_noise": (0.71224, 0.85108, 0.93574, 0.98182, 0.99146),
@@ -42,16 +40,10 @@ LABELS = {"c": "ImageNet-C", "corrupt": "corrupt"}  # of the kinds of suites wit
 Cell = str | float | int | None
 
 
-def mce_weights(places: Sequence[tuple[str, int]], relative: bool = False) -> np.ndarray:
-    """What errors (0..1) at places (corruption, severity) are multiplied by to give the mCE in percent.
-
-    Returns:
-        [k] one weight per place; relative: [k + 1], the last for the error without corruption.
-    """
-    clean = ALEXNET_CLEAN if relative else 0.0
-    base = {name: sum(ALEXNET[c][s - 1] - clean for c, s in places if c == name) for name, _ in places}
-    weights = [100 / len(base) / base[name] for name, _ in places]
-    return np.array([*weights, -sum(weights)] if relative else weights)
+def mce_weights(places: Sequence[tuple[str, int]]) -> np.ndarray:
+    """What errors (0..1) at places (corruption, severity) are multiplied by to give the mCE in percent."""
+    base = {name: sum(ALEXNET[c][s - 1] for c, s in places if c == name) for name, _ in places}
+    return np.array([100 / len(base) / base[name] for name, _ in places])
 
 
 @dataclass
@@ -87,11 +79,7 @@ class Table:
 
 
 def _shown(cell: Cell) -> str:
-    if cell is None:
-        return ""
-    if isinstance(cell, float):
-        return f"{cell:.2f}"
-    return f"{cell:,}" if isinstance(cell, int) else cell
+    return {float: "{:.2f}", int: "{:,}", str: "{}"}.get(type(cell), "").format(cell)
 
 
 @dataclass(frozen=True)
@@ -136,8 +124,7 @@ def _mean(values: np.ndarray) -> Estimate:
 
 
 def _lines(results: Sequence[Result]) -> Iterator[Line]:
-    """Rows of one model: every suite; corruptions as means over severities, then over all, mCE and relative mCE."""
-    clean = next((result for result in results if result.suite.kind == "val"), None)
+    """Rows of one model: every suite; corruptions as means over severities, then over all, and mCE."""
     seen: set[str] = set()
     for result in results:
         kind = result.suite.kind
@@ -146,10 +133,10 @@ def _lines(results: Sequence[Result]) -> Iterator[Line]:
             yield Line(result.suite.name, values, result.keys, result.top5, result.ece, accuracy=True)
         elif kind not in seen:
             seen.add(kind)
-            yield from _corruption_lines([r for r in results if r.suite.kind == kind], clean)
+            yield from _corruption_lines([r for r in results if r.suite.kind == kind])
 
 
-def _corruption_lines(results: Sequence[Result], clean: Result | None) -> Iterator[Line]:
+def _corruption_lines(results: Sequence[Result]) -> Iterator[Line]:
     label, keys = LABELS[results[0].suite.kind], results[0].keys
     if any(result.keys != keys for result in results):
         raise EverytokenError(f"{label}: the corruptions do not have the same images; check the folders")
@@ -160,11 +147,6 @@ def _corruption_lines(results: Sequence[Result], clean: Result | None) -> Iterat
         top5, ece = (float(np.mean([getattr(results[i], what) for i in chosen])) for what in ("top5", "ece"))
         yield Line(f"{label} {name}", 100 * (1 - errors[:, chosen].mean(1)), keys, top5, ece)
     yield Line(f"{label} mCE", errors @ mce_weights(places), keys)
-    if clean is not None and set(keys) <= set(clean.keys):
-        right = dict(zip(clean.keys, clean.correct.tolist(), strict=True))
-        clean_errors = np.array([not right[key] for key in keys])
-        both = np.column_stack([errors, clean_errors])
-        yield Line(f"{label} relative mCE", both @ mce_weights(places, relative=True), keys)
 
 
 def make_table(names: Sequence[str], results: Sequence[Sequence[Result]]) -> Table:

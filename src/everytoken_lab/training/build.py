@@ -28,18 +28,14 @@ from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.engine.checks import check_multi_label, check_objectives, check_options
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.options import TrainOptions
-from everytoken_lab.models.open import (
+from everytoken_lab.models.description import (
     Description,
-    Weights,
     building,
     constructor_arguments,
     create_sized,
-    open_model,
-    source_of,
-    start_classifier,
     token_head_file,
-    with_own_head,
 )
+from everytoken_lab.models.open import Weights, open_model, source_of, start_classifier, with_own_head
 from everytoken_lab.training.inputs import Inputs
 
 logger = logging.getLogger(__name__)
@@ -77,10 +73,11 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
     weights = inputs.weights(options.model.weights, options.model.model) if options.model.weights else None
     backbone, arguments = build_backbone(options, len(class_names))
     if weights is not None:
-        logger.info(f"weights from {weights.source}: {weights.load(backbone)}")
+        logger.info(f"weights from {weights.source}: {str(weights.load(backbone)) or 'all tensors loaded'}")
     config = resolve_data_config({}, model=backbone) if weights is None else asdict(weights.info)
     model = TokenModel(backbone)
-    objectives = build_objectives(settings, model, options.augment.smoothing)
+    teacher, teacher_classes = open_teacher(options, config)
+    objectives = build_objectives(settings, model, options.augment.smoothing, teacher or store)
     if train_set.multi_label:
         check_multi_label(options, objectives)
     token_names: tuple[str, ...] = ()
@@ -105,8 +102,8 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
     train_view = TrainTransform(size, options.augment, mean=mean, std=std)
     eval_view = EvalTransform(size, crop_pct, config["crop_mode"], interpolation, mean, std)
     asked = any("teacher" in required_by(o) or not hasattr(o, "requires") for o in objectives.values())
-    teacher, more = build_teacher(options, config, class_names, asked)
-    notes += more
+    if teacher is not None and asked:
+        notes += match_teacher(teacher, teacher_classes, options, class_names)
     vote = options.model.token_vote or float(options.model.model_kwargs.get("token_vote", 0.0))
     if vote and token_names != class_names:
         raise EverytokenError(
@@ -264,30 +261,27 @@ def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, 
     return backbone, arguments
 
 
-def build_teacher(
-    options: TrainOptions, config: dict[str, Any], class_names: tuple[str, ...], asked: bool
-) -> tuple[FrozenTeacher | None, list[str]]:
-    """The teacher, if there is one, and notes about it. Its classes matter only if an objective asks for them."""
+def open_teacher(options: TrainOptions, config: dict[str, Any]) -> tuple[FrozenTeacher | None, ClassList]:
+    """The teacher, if there is one, and its classes."""
     name, own_norm = options.model.teacher, (config["mean"], config["std"])
     if not name:
-        return None, []
-    norm: tuple[tuple[float, ...], tuple[float, ...]]
-    if name.startswith("fit:"):
-        from everytoken_lab.annotators.fit import kept_network
+        return None, ClassList(0)
+    loaded = open_model(source_of(name))
+    about, model = loaded.info, loaded.model
+    if about.token_class_names != about.class_names or not about.class_names:
+        # its token head has other classes, or is not known to be trained
+        model = with_own_head(model.backbone, about if about.class_names else None)
+    return FrozenTeacher(model, own_norm, (about.mean, about.std)), loaded.classes
 
-        network, view, names = kept_network(Path(name.removeprefix("fit:")))
-        model, norm, classes = TokenModel(network), (view.mean, view.std), ClassList(len(names), tuple(names))
-    else:
-        loaded = open_model(source_of(name))
-        about, model, classes = loaded.info, loaded.model, loaded.classes
-        norm = (about.mean, about.std)
-        if about.token_class_names != about.class_names or not about.class_names:
-            # its token head has other classes, or is not known to be trained
-            model = with_own_head(model.backbone, about if about.class_names else None)
-    if not asked:
-        return FrozenTeacher(model, own_norm, norm), []
+
+def match_teacher(
+    teacher: FrozenTeacher, classes: ClassList, options: TrainOptions, class_names: tuple[str, ...]
+) -> list[str]:
+    """Take the data's classes from the teacher's answers, by name; a note if it has more."""
+    name = options.model.teacher
     columns = match_classes(classes, class_names, f"{options.data}, for the teacher {name}").labels.tolist()
-    same = columns == list(range(classes.count))
-    notes = [f"{len(columns)} of the {classes.count} classes of the teacher {name} are those of the data, by name"]
-    teacher = FrozenTeacher(model, own_norm, norm, None if same else columns)
-    return teacher, notes if len(columns) < classes.count else []
+    if columns != list(range(classes.count)):
+        teacher.columns = torch.tensor(columns)
+    if len(columns) == classes.count:
+        return []
+    return [f"{len(columns)} of the {classes.count} classes of the teacher {name} are those of the data, by name"]

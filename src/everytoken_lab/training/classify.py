@@ -28,7 +28,7 @@ from everytoken_lab.engine.progress import watched
 from everytoken_lab.engine.recipe import apply, read_recipe
 from everytoken_lab.engine.run_folder import Run, RunFolder
 from everytoken_lab.engine.task import Task
-from everytoken_lab.models.open import timm_config
+from everytoken_lab.models.description import timm_config
 from everytoken_lab.training.batch_picture import batch_picture
 from everytoken_lab.training.build import ClassifierSetup, build
 from everytoken_lab.training.inputs import Inputs, complete, default_output
@@ -195,7 +195,7 @@ def train(
         run.report("report.html")
 
     Args:
-        data: folder of class folders (with or without train/ and val/), archive, torchvision:NAME, hf:NAME.
+        data: folder of class folders (with or without train/ and val/), archive, torchvision:NAME.
         maps: store of score maps (its folder, or what `lab.annotate` returned), for objectives that need them.
         recipe: name of a shipped recipe, or a YAML file.
         objectives: name -> settings; what is given is merged into the recipe's, and None removes an entry.
@@ -245,18 +245,3 @@ def start(
 
         return train_photos(options, asked, auto, trust_code, inputs)
     return train_with(complete(options, asked, assignments, trust_code, inputs), inputs)
-
-
-def dry_run(
-    options: TrainOptions, asked: Set[str], assignments: Sequence[str] = (), trust_code: bool = False
-) -> dict[str, Any]:
-    """What would be trained, and how long it would take from a few timed steps; empty on all ranks but the first."""
-    from everytoken_lab.engine.dryrun import plan
-
-    inputs = Inputs()
-    options = complete(options, asked, assignments, trust_code, inputs)
-    quick = dataclasses.replace(options, dataset=dataclasses.replace(options.dataset, workers=0))
-    output = options.run.out or default_output(options)
-    return plan(
-        lambda world, folder: Classification(build(options, world, inputs), quick, world, folder), options, output
-    )

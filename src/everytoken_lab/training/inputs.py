@@ -10,18 +10,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence, Set
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.files import read_bytes
 from everytoken.objectives.registry import refuse_code
 from everytoken_lab.data import datasets
-from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, NAMED, DataSet, dataset_title, find_split
+from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, DataSet
 from everytoken_lab.data.labels import parse_labels
+from everytoken_lab.data.tree import NAMED, dataset_title, find_split
 from everytoken_lab.engine.checkpoint import checkpoints_in
 from everytoken_lab.engine.optim import default_scaling
 from everytoken_lab.engine.options import AugmentOptions, TrainOptions
@@ -29,6 +34,7 @@ from everytoken_lab.engine.recipe import apply, flat, overrides, read_recipe
 from everytoken_lab.engine.run_folder import read_run
 from everytoken_lab.models.open import Weights, open_weights, source_of
 
+logger = logging.getLogger(__name__)
 DEFAULT_MODEL, DEFAULT_SIZE = "lvvit_t", 224
 FINETUNE = ("finetune", "finetune_resolution")
 """Recipes that are taken for weights if none is given: for other classes, and for the same."""
@@ -53,6 +59,7 @@ class Inputs:
         """As `open_weights`."""
         if source not in self._weights:
             found = open_weights(source, model)
+            found = replace(found, read=cache(found.read))
             self._weights |= {source: found, found.source: found}
         return self._weights[source]
 
@@ -99,7 +106,7 @@ def _chosen(options: TrainOptions, train: DataSet, val: DataSet) -> tuple[DataSe
     notes: list[str] = []
     if file := options.dataset.exclude:
         try:
-            lines = Path(file).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+            lines = os.fsdecode(read_bytes(file)).splitlines()
         except OSError as error:
             raise EverytokenError(f"exclude: {file} cannot be read ({error.strerror})") from error
         names = {line.partition("\t")[0] for line in lines}  # what follows a tab is a remark
@@ -203,7 +210,20 @@ def complete(
             refuse_code(decisions, str((folder if "objectives" in recorded else Path(source)) / "config.yaml"))
         decisions = {k: v for k, v in decisions.items() if k not in asked}
     options = apply(options, decisions, options.recipe or "fine-tuning")
-    return apply(options, overrides(assignments, flat(options)), "--set")
+    options = apply(options, overrides(assignments, flat(options)), "--set")
+    return options if "batch_size" in asked or not options.data else _small_batch(options, inputs)
+
+
+def _small_batch(options: TrainOptions, inputs: Inputs) -> TrainOptions:
+    """With a smaller batch, if the training images do not fill the recipe's."""
+    try:
+        each = len(inputs.splits(options)[0]) // int(os.environ.get("WORLD_SIZE", "1"))
+    except EverytokenError:  # told when the images are opened, after the options have been checked
+        return options
+    if not 0 < each < options.dataset.batch_size:
+        return options
+    logger.info(f"Batch size {each} instead of {options.dataset.batch_size}: there are no more training images.")
+    return apply(options, {"batch_size": each}, "batch_size")
 
 
 def _fine_tuning(options: TrainOptions, weights: Weights, source: str, inputs: Inputs) -> dict[str, Any]:

@@ -22,18 +22,18 @@ from torch import Tensor, nn
 from everytoken.errors import EverytokenError
 from everytoken.functional.shares import aligned_cross_entropy
 from everytoken.mixing.mix import Mix
-from everytoken.models.align.attention import InterceptAttention
+from everytoken.models.align.attention import InterceptAttention, attention_pool
 from everytoken.models.align.rules import HookBuilder
 from everytoken.models.align.state import ShareState
-from everytoken.models.families import Family, UnsupportedModelError, family_of
+from everytoken.models.families import Family, UnsupportedModelError, family_of, grid_shape
 
 if TYPE_CHECKING:
     from everytoken.models.token_model import TokenView
 
 # Classifier, pooling and what belongs to them: how they read tokens is in `Aligner.read`.
 HEADS = frozenset(
-    {"head", "head_dist", "head_drop", "aux_head", "fc", "fc_norm", "classifier", "flatten"}
-    | {"global_pool", "pooling", "attn_pool"}
+    {"head", "head_dist", "head_drop", "heads", "aux_head", "fc", "fc_norm", "flatten", "avgpool"}
+    | {"classifier", "cls_classifier", "distillation_classifier", "global_pool", "pooling", "attn_pool"}
 )
 
 
@@ -144,7 +144,12 @@ class Aligner:
         self.state = ShareState(self.options.residual, self.options.history, self.options.patches_only)
         self._hooks = self._attach(self.state, numbers)
         self._intercept = InterceptAttention(self.state)
-        self._may_checkpoint = [m for m in backbone.modules() if hasattr(m, "grad_checkpointing")]
+        self._may_checkpoint = [
+            (module, name)  # as timm and transformers call it
+            for module in backbone.modules()
+            for name in ("grad_checkpointing", "gradient_checkpointing")
+            if hasattr(module, name)
+        ]
 
     def _attach(self, state: ShareState, layers: frozenset[int] | None) -> HookBuilder:
         embed = None if self.is_map else self.family.embed
@@ -160,6 +165,8 @@ class Aligner:
                 self._from_pixels = builder.attach_embedding(module, embed)
                 builder.handles.append(module.register_forward_hook(_TokensStart(state, self.family, self.backbone)))
             builder.attach(self.backbone, "", HEADS)
+            if self._pool == "map":
+                attention_pool(self.backbone.get_submodule("attn_pool"), builder)
         except Exception:
             builder.remove()
             raise
@@ -187,7 +194,7 @@ class Aligner:
         finally:
             self.state.clear()
 
-    def run(self, forward: Callable[[Tensor], Tensor], images: Tensor, mix: Mix) -> tuple[Tensor, Shares]:
+    def run(self, forward: Callable[[Tensor], Any], images: Tensor, mix: Mix) -> tuple[Any, Shares]:
         """The same as one call, which can be compiled as a whole: (forward(images), shares)."""
         self._begin(mix)
         try:
@@ -201,7 +208,7 @@ class Aligner:
         state = self.state
         state.clear()
         # blocks that run again in the backward pass run without shares then, so they should make the plain call now
-        state.checkpointing = any(m.grad_checkpointing for m in self._may_checkpoint)
+        state.checkpointing = any(getattr(module, name) for module, name in self._may_checkpoint)
         tokens: Any = getattr(mix, "tokens", None)
         mask, ratio = mix.mask.detach(), mix.ratio.detach().float()
         if tokens is not None:  # pixels and then tokens: what a token shows is known behind the patch embedding
@@ -216,6 +223,7 @@ class Aligner:
 
     def _end(self) -> Shares:
         shares, grid, history = self.state.shares, self.state.grid, tuple(self.state.history)
+        pooled = self.state.pooled
         self.state.clear()
         if shares is None:
             raise EverytokenError("the watched model has not run; was the aligner made for another one?")
@@ -226,7 +234,7 @@ class Aligner:
                 prefix = shares[:, :-count]
             shares = shares[:, -count:].reshape(-1, *grid)
         total = 1.0 if self.options.normalise else 2.0**self._hooks.doublings
-        return Shares(self.read(shares, prefix), shares, prefix, total, history)
+        return Shares(self.read(shares, prefix) if pooled is None else pooled, shares, prefix, total, history)
 
     def read(self, grid: Tensor, prefix: Tensor | None) -> Tensor:
         """[B], of what the class head reads, from shares [B, h, w] of patches and [B, P] of prefix tokens."""
@@ -235,8 +243,13 @@ class Aligner:
             if prefix is not None and getattr(model, "pool_include_prefix", False):
                 return torch.cat((prefix, grid.flatten(1)), dim=1).mean(1)
             return grid.mean((1, 2))
+        if self._pool == "map":
+            raise EverytokenError("the head attends to the tokens, so it has to run in the same pass.")
         assert prefix is not None
-        if hasattr(model, "head_dist") and not (model.training and model.distilled_training):
+        if self._pool == "token+avg":
+            return (prefix[:, 0] + grid.mean((1, 2))) / 2
+        two_heads = hasattr(model, "head_dist") and not (model.training and model.distilled_training)
+        if two_heads or self._pool == "two tokens":
             return prefix[:, :2].mean(1)  # the mean of two heads: each of the two tokens is half of the answer
         return prefix[:, 0]
 
@@ -253,10 +266,11 @@ class _TokensStart:
         parent, _, self.name = (family.embed or "").rpartition(".")
         self.siblings = backbone.get_submodule(parent)._modules
 
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
         state = self.state
         if state.mask is None:
             return
+        output = output[0] if isinstance(output, tuple) else output
         if state.wants_mixing and self.siblings[self.name] is module:  # nothing stands in for it that mixes its tokens
             raise EverytokenError("a TokenModel mixes tokens if it is called with the mix: model(images, mix)")
         with torch.no_grad(), torch.autocast(state.mask.device.type, enabled=False):
@@ -270,8 +284,6 @@ class _TokensStart:
 
     def _patches(self, module: nn.Module, images: Tensor, output: Tensor) -> Tensor:
         """[B, h, w]: the mean of the mask over each patch."""
-        from everytoken.models.token_model import grid_shape
-
         height, width = images.shape[-2:]
         if output.dim() == 4:
             rows = 2 if self.family.embed_layout == "nchw" else 1
@@ -291,18 +303,20 @@ def _layer_numbers(layers: tuple[int, ...], count: int) -> frozenset[int]:
 
 
 def pooling(model: nn.Module) -> str:
-    """How the class head reads the tokens: "token" or "avg"."""
+    """How the class head reads the tokens, see `Family.pool`."""
+    if (known := family_of(model).pool) is not None:
+        return known
     for owner in (model, getattr(model, "head", None)):
         for name in ("global_pool", "pooling"):
             pool = getattr(owner, name, None)
             kind = getattr(pool, "pool_type", pool)
             if kind == "fast":
                 kind = "avg"
-            if kind in ("token", "avg"):
+            if kind in ("token", "avg") or (kind == "map" and hasattr(owner, "attn_pool")):
                 return str(kind)
             if isinstance(kind, str):
+                name = type(model).__name__
                 raise UnsupportedModelError(
-                    f"token-label alignment knows heads that read the class token or the mean of tokens; "
-                    f"{type(model).__name__} has global_pool={kind!r}"
+                    f"alignment knows class tokens, means and attention pooling; {name} has global_pool={kind!r}"
                 )
     raise UnsupportedModelError(f"it is not known how the head of {type(model).__name__} reads its tokens")

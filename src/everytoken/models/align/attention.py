@@ -1,13 +1,16 @@
 """Attention in all its forms: over all tokens, over convolved tokens, in windows, and inside a patch embedding.
 
 Paper: TL-Align, equations (6) to (11), section 3.3 and appendix A. While a known attention layer runs, its attention
-is observed in one of two ways: fused, the call of `scaled_dot_product_attention` is answered by `fused.attend`
-(`InterceptAttention`); explicit, the matrix passes through `attn_drop`, before dropout. Position biases, rotary
+is observed in one of two ways: fused, the call of `scaled_dot_product_attention` (or of `nn.MultiheadAttention`'s
+function) is answered by `fused.attend` (`InterceptAttention`); explicit, the matrix leaves `F.softmax`, or passes
+through `attn_drop`, before dropout. Position biases, rotary
 positions, query norms and gates are thus the layer's own business. A layer in which neither is observed is an error.
 
-All tokens (ViT, DeiT, LV-ViT, T2T-ViT, BEiT, EVA, CaiT): r̂ = mean over heads of A·r. CaiT's talking heads mix heads
-    after the softmax: what really mixes tokens has any sign, so it counts by size. Its class attention updates the
-    class token only.
+All tokens (ViT, DeiT, LV-ViT, T2T-ViT, BEiT, EVA, CaiT, ConViT): r̂ = mean over heads of A·r. CaiT's talking heads
+    mix heads after the softmax: what really mixes tokens has any sign, so it counts by size. Its class attention
+    updates the class token only. Attention pooling (SigLIP) has queries of its own; what it reads is A·r.
+XCiT's attention mixes channels, by weights from the whole image, and leaves r alone, as gates do. Its 3x3 convolutions
+    are a residual branch, and mix r.
 Convolved tokens (CvT): what attention mixes are not tokens but values, which CvT makes by a depth-wise convolution,
     often with a stride: the shares are convolved first, then mixed. (The convolutions of queries and keys only change
     the attention.) Each stage begins with an overlapping convolution of the whole grid, the first one of the pixels;
@@ -48,7 +51,7 @@ Args = tuple[Any, ...]
 
 
 class InterceptAttention(TorchFunctionMode):
-    """Answers `scaled_dot_product_attention` inside known attention layers; everything else passes."""
+    """Answers attention functions inside known attention layers; everything else passes."""
 
     def __init__(self, state: ShareState) -> None:
         super().__init__()
@@ -57,17 +60,47 @@ class InterceptAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Args = (), kwargs: Any = None
     ) -> Any:
-        state = self.state
-        if func is F.scaled_dot_product_attention and state.shares is not None:
+        state, kwargs = self.state, kwargs or {}
+        if func in (F.scaled_dot_product_attention, F.multi_head_attention_forward) and state.shares is not None:
             if not state.in_attention:
-                raise UnsupportedModelError(
-                    "token-label alignment met attention outside of the layers it knows; add a rule for the layer to "
-                    "everytoken.models.align.RULES"
-                )
+                raise UnsupportedModelError("attention outside of the layers known to everytoken.models.align.RULES")
             if state.keys is not None:
-                out, state.mixed = attend(state.keys, state.checkpointing, *args, **(kwargs or {}))
-                return out
-        return func(*args, **(kwargs or {}))
+                way = attend if func is F.scaled_dot_product_attention else _multi_head
+                out, state.mixed = way(state.keys, state.checkpointing, *args, **kwargs)
+                return out if way is attend else (out, None)
+        out = func(*args, **kwargs)
+        if func is F.softmax and state.keys is not None:
+            with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
+                state.mixed = mixed_by_matrix(out.detach(), state.keys).float()
+        return out
+
+
+def _multi_head(
+    values: Tensor,
+    again: bool,
+    tokens: Tensor,
+    key: Tensor,
+    value: Tensor,
+    width: int,
+    heads: int,
+    weight: Tensor,
+    bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero: bool,
+    dropout: float,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    training: bool = True,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """`F.multi_head_attention_forward` for tokens [N, B, D] that attend to themselves, by `attend`."""
+    if not (tokens is key is value) or more.get("attn_mask") is not None or bias_k is not None or add_zero:
+        raise UnsupportedModelError("alignment knows nn.MultiheadAttention of tokens to themselves, without a mask")
+    qkv = F.linear(tokens, weight, bias).unflatten(-1, (3, heads, -1))
+    q, k, v = qkv.permute(2, 1, 3, 0, 4)
+    out, mixed = attend(values, again, q, k, v, dropout_p=dropout if training else 0.0)
+    return F.linear(out.permute(2, 0, 1, 3).flatten(2), out_weight, out_bias), mixed
 
 
 def _enter(state: ShareState, keys: Tensor | None) -> None:
@@ -83,8 +116,7 @@ def _mixed_by(state: ShareState, module: nn.Module) -> Tensor:
     if state.mixed is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} ({type(module).__module__}) ran, but its attention was not observed: it neither "
-            "calls scaled_dot_product_attention nor passes its matrix to attn_drop; give it a rule of its own in "
-            "everytoken.models.align.RULES"
+            "calls scaled_dot_product_attention nor F.softmax, nor passes its matrix to attn_drop"
         )
     return normalised(state.mixed)
 
@@ -129,10 +161,8 @@ def _with_prefix(state: ShareState, shares: Tensor, module: nn.Module, count: in
     """The shares of all `count` tokens; those that joined in front of the known ones carry the mix ratio."""
     more = count - shares.shape[1]
     if more < 0:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has {count} tokens where {shares.shape[1]} were embedded: token-label alignment "
-            "does not know which were dropped (switch patch dropping off)"
-        )
+        name = type(module).__name__
+        raise UnsupportedModelError(f"{name} has {count} tokens where {shares.shape[1]} were embedded: patch dropping?")
     if more > 0:
         assert state.ratio is not None
         shares = torch.cat((state.ratio[:, None].expand(-1, more), shares), dim=1)
@@ -155,6 +185,32 @@ def _leave_sequence(state: ShareState, shares: Tensor, layer: Any, args: Args, o
         mixed = _mixed_by(state, layer)
         updated = state.combine(mixed, shares[:, : mixed.shape[1]])
         state.keep(torch.cat((updated, shares[:, mixed.shape[1] :]), dim=1))
+    _leave(state)
+
+
+def attention_of(attention: str) -> Callable[[nn.Module, HookBuilder, str], None]:
+    """Rule for a block that mixes tokens in this layer only."""
+
+    def rule(module: nn.Module, builder: HookBuilder, name: str) -> None:
+        self_attention(module.get_submodule(attention), builder, f"{name}.{attention}")
+
+    return rule
+
+
+def attention_pool(module: nn.Module, builder: HookBuilder) -> None:
+    """Rule for timm's `AttentionPoolLatent`: learned queries attend to the tokens, or to the last ones of them."""
+    builder.before(module, _enter_pool)
+    builder.after(module, _leave_pool)
+
+
+def _enter_pool(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
+    _enter(state, shares[:, -args[0].shape[1] :, None])
+
+
+def _leave_pool(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
+    """Queries stand for no image, so there is no residual."""
+    mixed = _mixed_by(state, layer)
+    state.pooled = mixed[:, 0] if layer.pool == "token" else mixed.mean(1)
     _leave(state)
 
 
@@ -196,21 +252,66 @@ def _embed_stage(state: ShareState, shares: Tensor, layer: Any, args: Args, outp
     state.shares = shares.flatten(1)
 
 
+def channel_attention(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for attention between channels, which mixes no tokens."""
+    builder.before(module, _enter_sequence, counts=False)
+    builder.after(module, _leave_sequence, counts=False)
+
+
+def local_interaction(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for XCiT's `LPI`, two convolutions over the tokens on a residual branch."""
+    if builder.next_layer():
+        builder.after(module, _convolve_tokens)
+
+
+def _convolve_tokens(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
+    assert state.grid is not None
+    mixed = convolved_by(layer.conv2, convolved_by(layer.conv1, shares.unflatten(1, state.grid)))
+    state.keep(state.combine(mixed.flatten(1), shares))
+
+
 # ---- attention in windows
 
 
-def window_block(module: nn.Module, builder: HookBuilder, name: str) -> None:
-    """Rule for a block with `window_size`, `shift_size` and window attention `attn` over [B·windows, n, D]."""
-    attention: Any = module.attn
-    counts = builder.next_layer()
-    builder.before(module, _remember_window)
-    builder.before(attention, _enter_windows, counts=counts)
-    _observe_matrix(attention, builder)
-    builder.after(attention, _leave_windows, counts=counts)
+def window_block(
+    attention: str = "attn", sizes: Callable[[Any, Pair], tuple[Pair, Pair]] | None = None
+) -> Callable[[nn.Module, HookBuilder, str], None]:
+    """Rule for a block with window attention over [B·windows, n, D], or one that cuts a map by itself.
+
+    Args:
+        attention: name of its attention layer.
+        sizes: (block, size of the map) -> (window, shift) of a block that pads the map before it shifts it. None: the
+            block's `window_size` and `shift_size`; it shifts first, as timm does.
+    """
+
+    def rule(module: nn.Module, builder: HookBuilder, name: str) -> None:
+        layer = module.get_submodule(attention)
+        counts = builder.next_layer()
+        builder.before(module, _remember_window, sizes=sizes)
+        builder.before(layer, _enter_windows, counts=counts)
+        _observe_matrix(layer, builder)
+        builder.after(layer, _leave_windows, counts=counts)
+
+    return rule
 
 
-def _remember_window(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
-    state.window = (tuple(layer.window_size), tuple(layer.shift_size))
+def torchvision_window(block: Any, size: Pair) -> tuple[Pair, Pair]:
+    """An axis along which one window covers the map is not shifted."""
+    window, shift = block.attn.window_size, block.attn.shift_size
+    shift = [0 if window[i] >= size[i] else shift[i] for i in (0, 1)]
+    return (window[0], window[1]), (shift[0], shift[1])
+
+
+def huggingface_window(block: Any, size: Pair) -> tuple[Pair, Pair]:
+    """A map that is no larger than a window is cut into windows of its shorter side, without a shift."""
+    window, shift = (block.window_size, block.shift_size) if min(size) > block.window_size else (min(size), 0)
+    return (window, window), (shift, shift)
+
+
+def _remember_window(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, sizes: Any) -> None:
+    size = (shares.shape[1], shares.shape[2])
+    window, shift = (layer.window_size, layer.shift_size) if sizes is None else sizes(layer, size)
+    state.window = (tuple(window), tuple(shift), sizes is not None)
 
 
 def _enter_windows(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
@@ -219,10 +320,10 @@ def _enter_windows(state: ShareState, shares: Tensor, layer: Any, args: Args, ou
         _enter(state, None)
         return
     assert state.window is not None
-    window, shift = state.window
-    keys = to_windows(shares, window, shift)[..., None]
+    window = state.window[0]
+    keys = to_windows(shares, *state.window)[..., None]
     if shares.shape[1] % window[0] or shares.shape[2] % window[1]:
-        inside = to_windows(torch.ones_like(shares), window, shift)[..., None]
+        inside = to_windows(torch.ones_like(shares), *state.window)[..., None]
         keys = torch.cat((keys, inside), dim=-1)
     _enter(state, keys)
 
@@ -236,25 +337,29 @@ def _leave_windows(state: ShareState, shares: Tensor, layer: Any, args: Args, ou
     _leave(state)
 
 
-def to_windows(shares: Tensor, window: Pair, shift: Pair) -> Tensor:
+def to_windows(shares: Tensor, window: Pair, shift: Pair, pad_first: bool = False) -> Tensor:
     """[B, h, w] -> [B·windows, window area]; cells that pad the map hold 0."""
     b, h, w = shares.shape
+    pad = (0, -w % window[1], 0, -h % window[0])
+    if pad_first:
+        shares = F.pad(shares, pad)
     if any(shift):
         shares = torch.roll(shares, (-shift[0], -shift[1]), (1, 2))
-    pad = (-h % window[0], -w % window[1])
-    if any(pad):
-        shares = F.pad(shares, (0, pad[1], 0, pad[0]))
-    rows, columns = (h + pad[0]) // window[0], (w + pad[1]) // window[1]
+    if not pad_first and any(pad):
+        shares = F.pad(shares, pad)
+    rows, columns = shares.shape[1] // window[0], shares.shape[2] // window[1]
     windows = shares.view(b, rows, window[0], columns, window[1]).transpose(2, 3)
     return windows.reshape(b * rows * columns, window[0] * window[1])
 
 
-def from_windows(windows: Tensor, window: Pair, shift: Pair, size: Pair) -> Tensor:
+def from_windows(windows: Tensor, window: Pair, shift: Pair, pad_first: bool, size: Pair) -> Tensor:
     """The reverse of `to_windows`: [B·windows, window area] -> [B, h, w]."""
     rows, columns = -(-size[0] // window[0]), -(-size[1] // window[1])
     windows = windows.view(-1, rows, columns, window[0], window[1]).transpose(2, 3)
-    shares = windows.reshape(-1, rows * window[0], columns * window[1])[:, : size[0], : size[1]]
-    return torch.roll(shares, shift, (1, 2)) if any(shift) else shares
+    shares = windows.reshape(-1, rows * window[0], columns * window[1])
+    shares = shares if pad_first else shares[:, : size[0], : size[1]]
+    shares = torch.roll(shares, shift, (1, 2)) if any(shift) else shares
+    return shares[:, : size[0], : size[1]]
 
 
 def patch_merging(module: nn.Module, builder: HookBuilder, name: str) -> None:

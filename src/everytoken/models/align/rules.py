@@ -18,12 +18,17 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from everytoken.models.align.attention import (
+    attention_of,
+    channel_attention,
     conv_attention,
+    huggingface_window,
+    local_interaction,
     patch_merging,
     self_attention,
     stage_embedding,
     talking_heads,
     tokens_to_token,
+    torchvision_window,
     window_block,
 )
 from everytoken.models.align.convolution import convolution, convolution_same, mixer_block, residual
@@ -110,6 +115,12 @@ class HookBuilder:
 
 Rule = Callable[[nn.Module, HookBuilder, str], None]
 
+
+def without_pooler(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for a network of Hugging Face, whose head may read `pooler` or not."""
+    builder.attach_children(module, name, skip=frozenset(["pooler"]))
+
+
 RULES: dict[str, Rule] = {
     # attention over all tokens
     "timm.layers.attention.Attention": self_attention,
@@ -119,16 +130,34 @@ RULES: dict[str, Rule] = {
     "timm.models.eva.EvaAttention": self_attention,
     "timm.models.cait.TalkingHeadAttn": talking_heads,
     "timm.models.cait.ClassAttn": self_attention,
+    "timm.models.convit.GPSA": self_attention,
+    "timm.models.convit.MHSA": self_attention,
+    "timm.models.xcit.XCA": channel_attention,
+    "timm.models.xcit.LPI": local_interaction,
     # embeddings that attend
     "everytoken.models.t2t_vit.TokensToToken": tokens_to_token,
     # attention over convolved tokens
     "everytoken.models.cvt.ConvAttention": conv_attention,
     "everytoken.models.cvt.ConvEmbed": stage_embedding,
     # attention in windows
-    "timm.models.swin_transformer.SwinTransformerBlock": window_block,
-    "timm.models.swin_transformer_v2.SwinTransformerV2Block": window_block,
+    "timm.models.swin_transformer.SwinTransformerBlock": window_block(),
+    "timm.models.swin_transformer_v2.SwinTransformerV2Block": window_block(),
     "timm.models.swin_transformer.PatchMerging": patch_merging,
     "timm.models.swin_transformer_v2.PatchMerging": patch_merging,
+    # networks of torchvision and Hugging Face
+    "torch.nn.modules.activation.MultiheadAttention": self_attention,
+    "torchvision.models.swin_transformer.SwinTransformerBlock": window_block(sizes=torchvision_window),
+    "torchvision.models.swin_transformer.PatchMerging": patch_merging,
+    "torchvision.models.swin_transformer.PatchMergingV2": patch_merging,
+    **{
+        f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}Model": without_pooler
+        for name in ("ViT", "DeiT", "Dinov2", "Swin")
+    },
+    "transformers.models.vit.modeling_vit.ViTLayer": attention_of("attention"),
+    "transformers.models.deit.modeling_deit.DeiTLayer": attention_of("attention"),
+    "transformers.models.dinov2.modeling_dinov2.Dinov2Layer": attention_of("attention"),
+    "transformers.models.swin.modeling_swin.SwinLayer": window_block("attention", huggingface_window),
+    "transformers.models.swin.modeling_swin.SwinPatchMerging": patch_merging,
     # learned matrices over tokens
     "timm.models.mlp_mixer.MixerBlock": mixer_block,
     "timm.models.mlp_mixer.ResBlock": mixer_block,
@@ -176,6 +205,12 @@ CONTAINERS: set[str] = {
     "timm.models.cait.Cait",
     "timm.models.cait.LayerScaleBlock",
     "timm.models.cait.LayerScaleBlockClassAttn",
+    "timm.models.convit.ConVit",
+    "timm.models.convit.Block",
+    "timm.models.xcit.Xcit",
+    "timm.models.xcit.XCABlock",
+    "timm.models.xcit.ClassAttentionBlock",
+    "timm.models.xcit.ConvPatchEmbed",
     "everytoken.models.lvvit.ConvStem",
     "everytoken.models.cvt.CvT",
     "everytoken.models.cvt.CvTStage",
@@ -194,6 +229,17 @@ CONTAINERS: set[str] = {
     "timm.models.convmixer.ConvMixer",
     "timm.models.efficientnet.EfficientNet",
     "timm.models.mobilenetv3.MobileNetV3",
+    "torchvision.models.vision_transformer.VisionTransformer",
+    "torchvision.models.vision_transformer.Encoder",
+    "torchvision.models.vision_transformer.EncoderBlock",
+    "torchvision.models.swin_transformer.SwinTransformer",
+    *(
+        f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}{part}"
+        for name in ("ViT", "DeiT", "Dinov2", "Swin")
+        for part in ("ForImageClassification", "Embeddings", "Encoder")
+    ),
+    "transformers.models.deit.modeling_deit.DeiTForImageClassificationWithTeacher",
+    "transformers.models.swin.modeling_swin.SwinStage",
 }
 
 # Treat every token (place) alike, or scale channels of a whole image: classes, or whole modules when they end in a dot.
@@ -221,6 +267,11 @@ TOKENWISE: tuple[str, ...] = (
     "timm.models._efficientnet_blocks.SqueezeExcite",
     "timm.models.beit.RelativePositionBias",
     "timm.models.mlp_mixer.Affine",
+    "timm.models.vitamin.GeGluMlp",
+    "timm.models.xcit.PositionalEncodingFourier",
+    "torchvision.ops.misc.Permute",
+    "torchvision.ops.misc.MLP",
+    "torchvision.ops.stochastic_depth.",
 )
 
 

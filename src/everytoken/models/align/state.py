@@ -34,8 +34,9 @@ class ShareState:
             no image: shares, 0 for those, and which keys count (`normalised`).
         mixed: [B', M, C], what its attention made of them.
         projected: keys, queries and values of the performer that is running.
-        window: (window, shift) of the window block that is running.
+        window: (window, shift, whether it pads before it shifts) of the window block that is running.
         residuals: inputs of the residual blocks that are running, the innermost last.
+        pooled: [B], what attention pooling made of the shares.
         history: shares after every mixing layer, if they are kept.
         first: the hook that was called first; when it is called again, another pass has begun.
     """
@@ -59,8 +60,9 @@ class ShareState:
         self.keys: Tensor | None = None
         self.mixed: Tensor | None = None
         self.projected: Tensor | None = None
-        self.window: tuple[Pair, Pair] | None = None
+        self.window: tuple[Pair, Pair, bool] | None = None
         self.residuals: list[Tensor] = []
+        self.pooled: Tensor | None = None
         self.history: list[Tensor] = []
         self.first: ShareHook | None = None
 

@@ -92,7 +92,7 @@ class InstanceSet(TargetSet):
 
     Attributes:
         sizes: int64 [n, 2], (width, height). image_ids, category_ids: of the images and classes in the file.
-        annotations: of each image, JSON of the fields of its objects; "" where there are none.
+        annotations: of each image, JSON of the fields of its objects.
         notes: what was left out, in words.
     """
 
@@ -104,30 +104,26 @@ class InstanceSet(TargetSet):
         files = [check_relative(row["file_name"], f"{path}: image {row['id']}") for row in rows]
         ids, categories = [row["id"] for row in rows], sorted(content["categories"], key=lambda c: c["id"])
         self.category_ids = [c["id"] for c in categories]
-        for what, values in (
-            ("images have the file_name", files),
-            ("images have the id", ids),
-            ("categories have the id", self.category_ids),
-        ):
-            value, count = Counter[Any](values).most_common(1)[0] if values else ("", 0)
-            if count > 1:
-                raise DataError(f"{path}: two {what} {value!r}")
+        unique: dict[str, list[Any]] = {"images have the file_name": files, "images have the id": ids}
+        for what, values in {**unique, "categories have the id": self.category_ids}.items():
+            for value, count in Counter[Any](values).most_common(1):
+                if count > 1:
+                    raise DataError(f"{path}: two {what} {value!r}")
         missing = [file for file in files if not os.path.isfile(folder / file)]  # of any name
         if missing:
-            more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DataError(
-                f"{path} lists the image {missing[0]!r}{more}, which is not in {folder}. Add it, or remove its entry."
+                f"{path} lists the image {missing[0]!r}, which is not in {folder} ({len(missing)} are not). Add it, or "
+                "remove its entry."
             )
         super().__init__(folder, files, [str(c.get("name", c["id"])) for c in categories], str(path))
         self.image_ids = np.array(ids, dtype=np.int64)
         self.sizes = np.array([(int(row["width"]), int(row["height"])) for row in rows], np.int64).reshape(-1, 2)
         sizes = {number: self.size(i) for i, number in enumerate(ids)}
         objects, left_out = _read_objects(path, content["annotations"], sizes, self.category_ids)
-        self.annotations, self.notes = Strings(json.dumps(objects[i]) if objects[i] else "" for i in ids), []
-        if left_out:
-            numbers = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
-            what = "annotations without width, height or area inside their image are left out"
-            self.notes.append(f"{path}: {len(left_out)} {what} ({numbers})")
+        self.annotations = Strings(json.dumps(objects[i]) for i in ids)
+        what = "annotations without width, height or area inside their image are left out"
+        numbers = ", ".join(map(str, left_out[:5])) + ", ..." * (len(left_out) > 5)
+        self.notes = [f"{path}: {len(left_out)} {what} ({numbers})"] if left_out else []
 
     def size(self, i: int) -> tuple[int, int]:
         """(width, height) of image i, as the annotations say."""
@@ -135,8 +131,7 @@ class InstanceSet(TargetSet):
 
     def objects(self, i: int) -> list[Annotation]:
         """The objects of image i."""
-        text = self.annotations[i]
-        return [Annotation(*fields) for fields in json.loads(text)] if text else []
+        return [Annotation(*fields) for fields in json.loads(self.annotations[i])]
 
     def trained(self, i: int) -> list[Annotation]:
         """Objects of image i that are trained on: no crowds, and at least a pixel wide and high inside the image."""
@@ -150,16 +145,14 @@ class InstanceSet(TargetSet):
     def as_coco(self, samples: Sequence[int], masks: bool) -> dict[str, Any]:
         """Truth for the COCO evaluator: images `samples`, with the ids of the file."""
         rows: list[dict[str, Any]] = []
-        images = []
         for i in samples:
-            (width, height), image = self.size(i), int(self.image_ids[i])
-            images.append({"id": image, "width": width, "height": height})
             for o in self.objects(i):
                 x0, y0, x1, y1 = o.box
-                row = {"id": len(rows) + 1, "image_id": image, "category_id": self.category_ids[o.label]}
-                runs = {"segmentation": self.run_lengths(i, o)} if masks else {}
-                box = [x0, y0, x1 - x0, y1 - y0]
-                rows.append({**row, "iscrowd": int(o.crowd), "area": o.area, "bbox": box, **runs})
+                row = {"id": len(rows) + 1, "image_id": int(self.image_ids[i]), "iscrowd": int(o.crowd), "area": o.area}
+                box = {"category_id": self.category_ids[o.label], "bbox": [x0, y0, x1 - x0, y1 - y0]}
+                rows.append({**row, **box, **({"segmentation": self.run_lengths(i, o)} if masks else {})})
+        sizes = ((int(self.image_ids[i]), *self.size(i)) for i in samples)
+        images = [{"id": number, "width": width, "height": height} for number, width, height in sizes]
         categories = [{"id": number} for number in self.category_ids]
         return {"info": {}, "images": images, "annotations": rows, "categories": categories}
 
@@ -180,14 +173,9 @@ def _read_objects(
         number = row.get("id", "(without id)")
         where = f"{path}: annotation {number}"
         if row["image_id"] not in sizes:
-            raise DataError(
-                f"{where} is of image {row['image_id']!r}, which is not among the {len(sizes)} images of the file"
-            )
+            raise DataError(f"{where} is of image {row['image_id']!r}, which is not among the {len(sizes)} images")
         if row["category_id"] not in classes:
-            raise DataError(
-                f"{where} is of category {row['category_id']!r}, which is none of the {len(classes)} categories "
-                f"({category_ids[0]} to {category_ids[-1]})"
-            )
+            raise DataError(f"{where} is of category {row['category_id']!r}, none of the {len(classes)} categories")
         size, segmentation = sizes[row["image_id"]], row.get("segmentation")
         usable = check(segmentation, size, where) if segmentation else None
         x, y, width, height = row["bbox"]
@@ -195,9 +183,9 @@ def _read_objects(
         empty = not np.isfinite(box).all() or min(width, height, *_inside(box, *size)) <= 0
         if empty or (segmentation and usable is None):
             left_out.append(number)
-            continue
-        fields = (row.get("id", -1), box, classes[row["category_id"]], bool(row.get("iscrowd", 0)))
-        objects[row["image_id"]].append((*fields, width * height if area is None else area, usable))
+        else:
+            fields = (row.get("id", -1), box, classes[row["category_id"]], bool(row.get("iscrowd", 0)))
+            objects[row["image_id"]].append((*fields, width * height if area is None else area, usable))
     return objects, left_out
 
 
@@ -205,10 +193,9 @@ def _read_objects(
 
 
 def open_instances(data: str, split: str, options: CocoOptions | None = None) -> InstanceSet:
-    """A part of a dataset.
+    """A part of a dataset, which is a folder or a json file.
 
     Args:
-        data: its folder, or a json file.
         split: "train", "val", "test" as the files have it, or "all": everything of undivided data. Without a
             validation part, "train" and "val" divide the images by their names (`val_split`).
     """
@@ -238,9 +225,8 @@ def _read(data: str, split: str, options: CocoOptions) -> InstanceSet:
     given = options.val_annotations if split == "val" and options.val_annotations else options.annotations
     path = Path(given) if given else _find(root, split)
     if path is None:
-        part = "" if split == "all" else f" for {split!r}"
         raise DataError(
-            f"{data} has no COCO json{part}: put annotations/instances_{SPLITS.get(split, SPLITS['train'])[-1]}.json "
+            f"{data} has no COCO json for {split!r}: put annotations/instances_{SPLITS.get(split, ('all',))[-1]}.json "
             "or one json file next to the images, or name it with the option annotations"
         )
     return InstanceSet(path, _images(root, path, split) or (root if given and root.is_dir() else path.parent))
@@ -336,12 +322,10 @@ class Objects:
 
     def per_image(self) -> list[dict[str, Tensor]]:
         """As torchvision's detection parts want them: boxes, labels, masks and size (height, width) of each image."""
-        parts = zip(self.boxes.split(self.counts), self.labels.split(self.counts), self.sizes, strict=True)
-        images = [{"boxes": b, "labels": c, "size": torch.tensor(size)} for b, c, size in parts]
-        if self.masks is not None:
-            for image, masks in zip(images, self.masks.split(self.counts), strict=True):
-                image["masks"] = masks
-        return images
+        fields = {"boxes": self.boxes, "labels": self.labels, "masks": self.masks}
+        parts = {name: values.split(self.counts) for name, values in fields.items() if values is not None}
+        images = [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+        return [{**image, "size": torch.tensor(size)} for image, size in zip(images, self.sizes, strict=True)]
 
 
 class ObjectReader(BatchReader[tuple[np.ndarray, Objects]]):

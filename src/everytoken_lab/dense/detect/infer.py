@@ -40,7 +40,7 @@ from everytoken_lab.dense.detect.options import DetectAugment, DetectEval, Detec
 from everytoken_lab.draw import object_overlay
 from everytoken_lab.engine.distributed import World, pick_device
 from everytoken_lab.engine.run_folder import Run
-from everytoken_lab.training.options import fill
+from everytoken_lab.training.options import SourceOptions, fill
 
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 
@@ -66,15 +66,11 @@ class Detections:
 
     def rows(self, image: int | str, classes: Sequence[int | str]) -> list[dict[str, Any]]:
         """As COCO's result files have it. `classes`: what to call each class."""
-        rows = []
-        for k, (x0, y0, x1, y1) in enumerate(self.boxes.tolist()):
-            row: dict[str, Any] = {
-                "image_id": image,
-                "category_id": classes[int(self.labels[k])],
-                "bbox": [round(v, 3) for v in (x0, y0, x1 - x0, y1 - y0)],
-                "score": round(float(self.scores[k]), 5),
-            }
-            rows.append(row if self.masks is None else {**row, "segmentation": self.masks[k]})
+        rows: list[dict[str, Any]] = []
+        for label, (x0, y0, x1, y1), score in zip(self.labels.tolist(), self.boxes.tolist(), self.scores, strict=True):
+            box = [round(v, 3) for v in (x0, y0, x1 - x0, y1 - y0)]
+            row = {"image_id": image, "category_id": classes[label], "bbox": box, "score": round(float(score), 5)}
+            rows.append(row if self.masks is None else {**row, "segmentation": self.masks[len(rows)]})
         return rows
 
 
@@ -105,9 +101,8 @@ class Inference:
         images = batch.images.to(device, non_blocking=True)
         images = normalise(images, self.info.backbone.mean, self.info.backbone.std)
         (answer,) = self.model.detect(images, objects.sizes, self.find)
-        boxes = answer["boxes"].float().cpu().numpy().astype(np.float64)
-        scale = np.array([matrix[0, 0], matrix[1, 1]] * 2)  # images are upright here
-        boxes = boxes * scale + np.array([matrix[0, 2], matrix[1, 2]] * 2)
+        boxes = answer["boxes"].float().cpu().numpy().astype(np.float64)  # of an image that is upright
+        boxes = boxes * np.tile(matrix.diagonal(), 2) + np.tile(matrix[:, 2], 2)
         masks = None
         if "masks" in answer:
             pairs = zip(answer["masks"].cpu(), boxes.tolist(), strict=True)
@@ -125,14 +120,12 @@ def paste(mask: torch.Tensor, box: Sequence[float], size: tuple[int, int]) -> to
     axes, spans = [], []
     for low, high, length in zip(box[:2], box[2:], size[::-1], strict=True):
         start = min(max(math.floor(low) - 1, 0), length)
-        span = slice(start, max(min(math.ceil(high) + 1, length), start))
-        spans.append(span)
-        axes.append((torch.arange(span.start, span.stop) + 0.5 - low) / max(high - low, 1e-6) * 2 - 1)
-    grid = torch.stack(torch.meshgrid(axes[1], axes[0], indexing="ij")[::-1], -1).float()
+        spans.append(slice(start, max(min(math.ceil(high) + 1, length), start)))
+        axes.append((torch.arange(start, spans[-1].stop) + 0.5 - low) / max(high - low, 1e-6) * 2 - 1)
+    grid = torch.stack(torch.meshgrid(*axes, indexing="xy"), -1).float()
     if grid.numel():
-        whole[spans[1], spans[0]] = (
-            F.grid_sample(mask[None, None].float(), grid[None], align_corners=False)[0, 0] >= 0.5
-        )
+        inside = F.grid_sample(mask[None, None].float(), grid[None], align_corners=False)[0, 0] >= 0.5
+        whole[spans[1], spans[0]] = inside
     return whole
 
 
@@ -156,7 +149,7 @@ class DetectScore(Score[Detections]):
     def result(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """AP of masks first, if there are masks."""
         numbers, classes = coco_scores(self.data, self.detections)
-        return dict(sorted(numbers.items(), key=lambda item: not item[0].startswith("mask"))), classes
+        return dict(sorted(numbers.items(), key=lambda item: item[0].startswith("box"))), classes
 
 
 def coco_rows(data: InstanceSet, detections: Mapping[int, Detections]) -> list[dict[str, Any]]:
@@ -176,9 +169,7 @@ def coco_scores(
     """
     api, evaluator = (need(f"pycocotools.{name}", "detect", "everytoken detect") for name in ("coco", "cocoeval"))
     masks = any(image.masks is not None for image in detections.values())
-    rows = coco_rows(data, detections)
-    numbers: dict[str, float] = {}
-    table: dict[int, dict[str, Any]] = {}
+    rows, numbers = coco_rows(data, detections), dict[str, float]()
     with contextlib.redirect_stdout(io.StringIO()):  # the evaluator talks
         truth = api.COCO()
         truth.dataset = data.as_coco(sorted(detections), masks)
@@ -214,6 +205,12 @@ def _mean(values: np.ndarray) -> float:
 # -- evaluate, predict ------------------------------------------------------------------------------------------------
 
 
+def open_inference(options: SourceOptions, find: FindOptions) -> Inference:
+    """A trained detector on its device, used as the options say."""
+    detector, info = load_detector(options.source)
+    return Inference.of(detector.to(pick_device(options.device)), info, find)
+
+
 def class_columns(model_names: Sequence[str], data_names: Sequence[str], where: str) -> list[int]:
     """Of each class of a detector, the class of the data with its name, -1 if there is none."""
     index = {name: k for k, name in enumerate(data_names)}
@@ -240,13 +237,13 @@ def evaluate(options: DetectEval) -> Evaluation:
     data, notes = open_unseen(options, coco, open_instances, divided(options.data, coco), same, fraction)
     if not len(data):
         raise EverytokenError(f"{options.data} has no images for {options.split!r}")
-    detector, info = load_detector(options.source)
+    network = open_inference(options, options.find)
+    info = network.info
     columns = class_columns(info.class_names, data.class_names, data.name)
     notes += data.notes
     unknown = sum(c not in columns for c in range(data.num_classes))
     if unknown:
         notes.append(f"{unknown} of the {data.num_classes} categories of the data are unknown to the detector")
-    network = Inference.of(detector.to(pick_device(options.device)), info, options.find)
     reader = ObjectReader(data, network.transform, None, skip=options.on_bad_image == "skip")
     score = DetectScore(data)
     result = evaluate_dense(options, lambda batch: network(batch).relabel(columns), reader, score, info.backbone, notes)
@@ -263,10 +260,9 @@ def predict(options: DetectPredict) -> list[dict[str, Any]]:
         A row for each image: file, and how many objects of which class.
     """
     images, place = open_predicted(options, (".objects.jpg",))
-    detector, info = load_detector(options.source)
-    network = Inference.of(detector.to(pick_device(options.device)), info, options.find)
-    rows: list[dict[str, Any]] = []
-    objects: list[dict[str, Any]] = []
+    network = open_inference(options, options.find)
+    info = network.info
+    rows, objects = list[dict[str, Any]](), list[dict[str, Any]]()
     for batch, answer in answer_images(network, ObjectReader(images, network.transform, None), options, info.backbone):
         assert batch.indices is not None
         key, shown = batch.keys[0], answer.take(answer.scores >= options.sure)
@@ -274,7 +270,8 @@ def predict(options: DetectPredict) -> list[dict[str, Any]]:
         captions = [f"{name} {100 * score:.0f}" for name, score in zip(names, shown.scores, strict=True)]
         masks = [tool().decode(runs).astype(bool) for runs in shown.masks or ()]
         pixels = np.asarray(images.picture(int(batch.indices[0])).upright())
-        write_picture(place(key, ".objects.jpg"), object_overlay(pixels, shown.boxes, captions, masks), quality=90)
+        picture = object_overlay(pixels, shown.boxes, captions, shown.labels.tolist(), masks)
+        write_picture(place(key, ".objects.jpg"), picture, quality=90)
         objects += answer.rows(key, info.class_names)
         rows.append({"image": key, **dict(Counter(names).most_common())})
     write_atomically(Path(options.out) / "predictions.json", json.dumps(objects).encode())

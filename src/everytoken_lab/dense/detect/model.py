@@ -44,8 +44,7 @@ from everytoken.errors import EverytokenError
 from everytoken_lab.dense.backbone import Features, build_features
 from everytoken_lab.dense.common import DenseInfo, load_dense
 from everytoken_lab.dense.detect.data import Objects
-from everytoken_lab.dense.detect.options import LEFT_OPEN, DetectOptions, DetectorOptions, FindOptions
-from everytoken_lab.training.options import fill
+from everytoken_lab.dense.detect.options import DetectOptions, DetectorOptions, FindOptions
 
 IOUS = (0.5, 0.6, 0.7)
 DEVIATIONS = ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))
@@ -204,20 +203,18 @@ class Stage(nn.Module):
         super().__init__()
         channels, hidden = options.channels, options.hidden
         self.iou, self.weight = IOUS[number], LOSS_WEIGHTS[number]
-        self.agnostic, self.box_loss = bool(options.class_agnostic), options.box_loss
-        self.best_from = self.iou if options.detector == "mask" else None
+        self.cascade = options.detector == "cascade"
         self.coder = parts.BoxCoder(tuple(1 / v for v in DEVIATIONS[number]))
-        if options.box_head == "conv":
+        if self.cascade:
             self.head = FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [hidden], nn.BatchNorm2d)
         else:
             self.head = TwoMLPHead(channels * 49, hidden)
         _start_xavier(self.head, nn.Linear)
         self.classify = nn.Linear(hidden, classes + 1)
-        self.regress = nn.Linear(hidden, 4 if self.agnostic else 4 * classes)
-        nn.init.normal_(self.classify.weight, std=0.01)
-        nn.init.normal_(self.regress.weight, std=0.001)
-        nn.init.zeros_(self.classify.bias)
-        nn.init.zeros_(self.regress.bias)
+        self.regress = nn.Linear(hidden, 4 * classes)
+        for layer, deviation in ((self.classify, 0.01), (self.regress, 0.001)):
+            nn.init.normal_(layer.weight, std=deviation)
+            nn.init.zeros_(layer.bias)
         self.mask: nn.Module | None = None
         if options.masks:
             self.mask = nn.Sequential(
@@ -225,19 +222,13 @@ class Stage(nn.Module):
             )
 
     def forward(self, pooled: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, D, 7, 7] -> class logits [n, K + 1] (0 is background), codes [n, 1 or K, 4]."""
+        """[n, D, 7, 7] -> class logits [n, K + 1] (0 is background), codes [n, K, 4]."""
         x = self.head(pooled)
         return self.classify(x).float(), self.regress(x).float().unflatten(1, (-1, 4))
 
     def match(self, boxes: Tensor, truth: Tensor) -> Tensor:
         """The true box of each box [n, 4], -1 for none."""
-        return assign(box_iou(truth, boxes), self.iou, self.iou, self.best_from)
-
-    def chosen(self, codes: Tensor, labels: Tensor) -> Tensor:
-        """The codes [n, 4] of each region for its class (from 1), of [n, 1 or K, 4]."""
-        if self.agnostic:
-            return codes[:, 0]
-        return codes[torch.arange(len(codes), device=codes.device), labels - 1]
+        return assign(box_iou(truth, boxes), self.iou, self.iou, None if self.cascade else self.iou)
 
     def decode(self, codes: Tensor, boxes: Tensor) -> Tensor:
         """Codes [n, 4] relative to boxes [n, 4] -> boxes [n, 4]."""
@@ -249,23 +240,27 @@ class Stage(nn.Module):
         best = logits[:, 1:].argmax(1) + 1
         if labels is not None:
             best = torch.where(labels > 0, labels, best)
-        return self.decode(self.chosen(codes, best), boxes)
+        return self.decode(_of_class(codes, best), boxes)
 
     def losses_of_boxes(self, codes: Tensor, boxes: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
         """Loss of the regions with an object; divided by the number of all regions."""
         some = torch.where(labels > 0)[0]
-        chosen = self.chosen(codes[some], labels[some])
-        if self.box_loss == "giou":
+        chosen = _of_class(codes[some], labels[some])
+        if self.cascade:
             decoded = self.decode(chosen, boxes[some])
             loss: Tensor = _GIOU_WEIGHT * generalized_box_iou_loss(decoded, targets[some], reduction="sum")
         else:
-            wanted = self.coder.encode_single(targets[some], boxes[some])
-            loss = F.smooth_l1_loss(chosen, wanted, beta=float(self.box_loss == "smooth_l1"), reduction="sum")
+            loss = F.l1_loss(chosen, self.coder.encode_single(targets[some], boxes[some]), reduction="sum")
         return loss / max(len(labels), 1)
 
 
+def _of_class(answers: Tensor, labels: Tensor) -> Tensor:
+    """Of each region the answer for its class (from 1): [n, K, ...] -> [n, ...]."""
+    return answers[torch.arange(len(labels), device=labels.device), labels - 1]
+
+
 class CascadeHeads(nn.Module):
-    """All stages; `options` have nothing left open."""
+    """All stages."""
 
     def __init__(self, classes: int, options: DetectorOptions) -> None:
         super().__init__()
@@ -325,8 +320,7 @@ class CascadeHeads(nn.Module):
             rois = _rois([box], [region.matched[where]])
             targets.append(roi_align(objects["masks"][:, None].to(box), rois, logits.shape[-1], 1.0, -1, aligned=True))
         wanted = (torch.cat(targets)[:, 0] >= 0.5).float()
-        rows = torch.arange(len(labels), device=labels.device)
-        return F.binary_cross_entropy_with_logits(logits[rows, labels - 1], wanted)
+        return F.binary_cross_entropy_with_logits(_of_class(logits, labels), wanted)
 
     def detect(
         self, levels: dict[str, Tensor], proposals: list[Tensor], sizes: Sequence[Size], find: FindOptions
@@ -357,20 +351,19 @@ class CascadeHeads(nn.Module):
             return
         labels = torch.cat([image["labels"] for image in detections])
         pooled = pool_regions(levels, [image["boxes"] for image in detections], 14)
-        rows = torch.arange(len(labels), device=labels.device)
-        each_stage = [stage.mask(pooled).float().sigmoid()[rows, labels - 1] for stage in stages]
+        each_stage = [_of_class(stage.mask(pooled).float().sigmoid(), labels) for stage in stages]
         masks = torch.stack(each_stage).mean(0).split([len(image["labels"]) for image in detections])
         for image, mask in zip(detections, masks, strict=True):
             image["masks"] = mask
 
 
 def _suppress(scores: Tensor, boxes: Tensor, size: Size, find: FindOptions) -> dict[str, Tensor]:
-    """The objects of an image, best first, of scores [n, K] and boxes [n, 1 or K, 4]."""
+    """The objects of an image, best first, of scores [n, K] and boxes [n, K, 4]."""
     assert find.score_thresh is not None
     assert find.nms_thresh is not None
     region, label = torch.where(scores > find.score_thresh)
     value = scores[region, label]
-    box = clip_boxes_to_image(boxes[region, label if boxes.shape[1] > 1 else 0], size)
+    box = clip_boxes_to_image(boxes[region, label], size)
     large = torch.where((box[:, 2] - box[:, 0] > 1e-2) & (box[:, 3] - box[:, 1] > 1e-2))[0]
     box, value, label = box[large], value[large], label[large]
     keep = batched_nms(box, value, label, find.nms_thresh)[: find.max_detections]
@@ -397,12 +390,11 @@ class Detector(nn.Module):
                 f"{type(features.backbone).__name__} gives feature maps at strides {features.strides}, and a detector "
                 f"needs {STRIDES}: take a network with stages at these strides, such as Swin, ConvNeXt or ResNet"
             )
-        options = fill(options, LEFT_OPEN[options.detector])
         self.features, self.options = features, options
         channels, cascade = options.channels, options.detector == "cascade"
         self.pyramid = FeaturePyramidNetwork(features.dims, channels)
         _start_xavier(self.pyramid, nn.Conv2d)
-        proposals = options.proposals or 1000
+        proposals = options.proposals or (2000 if cascade else 1000)
         after = {"training": proposals, "testing": min(proposals, 1000)}
         anchors = Anchors([*STRIDES, 64], options.anchor_scale)
         head = ProposalHead(channels, len(RATIOS))

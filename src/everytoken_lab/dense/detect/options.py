@@ -17,16 +17,10 @@ class DetectorOptions:
     """The detector."""
 
     detector: Literal["cascade", "mask"] = "cascade"
-    """cascade: Cascade Mask R-CNN, three stages at IoU 0.5, 0.6 and 0.7. mask: Mask R-CNN, one stage."""
+    """cascade: Cascade Mask R-CNN, three stages at IoU 0.5, 0.6, 0.7, box heads of four convolutions with batch norm,
+    GIoU loss. mask: Mask R-CNN, one stage, a box head of two hidden layers, L1 loss."""
     masks: bool = True
     """Find masks too; without, only boxes (Cascade R-CNN, Faster R-CNN), and annotations need no segmentation."""
-    box_head: Literal["conv", "mlp"] | None = None
-    """conv: four convolutions with batch norm and a hidden layer. mlp: two hidden layers. Default: conv for cascade."""
-    class_agnostic: bool | None = None
-    """One box for all classes of a region, instead of one for each class. Default: yes for cascade, no for mask."""
-    box_loss: Literal["l1", "smooth_l1", "giou"] | None = None
-    """Loss of a box's coordinates; giou: ten times that of the decoded box, as in Swin's cascades. Default: smooth_l1
-    for cascade, l1 for mask."""
     channels: Positive = 256
     """Channels of the pyramid and of the convolutions in the heads."""
     hidden: Positive = 1024
@@ -39,13 +33,6 @@ class DetectorOptions:
     """Proposals per image that each stage is trained on, at most a quarter of them objects."""
     norm_eval: bool = False
     """Keep the backbone's batch norms as they are (pretrained ResNets with few images per process)."""
-
-
-LEFT_OPEN = {
-    "cascade": {"box_head": "conv", "class_agnostic": True, "box_loss": "smooth_l1", "proposals": 2000},
-    "mask": {"box_head": "mlp", "class_agnostic": False, "box_loss": "l1", "proposals": 1000},
-}
-"""What `DetectorOptions` are where they are left open, by detector."""
 
 
 @dataclass(frozen=True)

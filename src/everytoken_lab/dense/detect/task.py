@@ -76,9 +76,10 @@ class DetectTask(DenseTask):
     def truth(self, pixels: np.ndarray, batch: Batch, i: int) -> Row:
         objects: Objects = batch.targets
         some = slice(sum(objects.counts[:i]), sum(objects.counts[: i + 1]))
-        names = [self.info.class_names[label - 1] for label in objects.labels[some].tolist()]
+        numbers = [label - 1 for label in objects.labels[some].tolist()]
+        names = [self.info.class_names[number] for number in numbers]
         masks = () if objects.masks is None else list(objects.masks[some].cpu().numpy().astype(bool))
-        shown = object_overlay(pixels, objects.boxes[some].cpu().numpy(), names, masks, SIDE)
+        shown = object_overlay(pixels, objects.boxes[some].cpu().numpy(), names, numbers, masks, SIDE)
         photo = fit_photo(Image.fromarray(pixels), SIDE)
         return Row("", [Panel("image", photo), Panel(f"{len(names)} objects", shown)])
 

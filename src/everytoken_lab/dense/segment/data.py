@@ -5,31 +5,44 @@ folders  images[/SPLIT]  masks[/SPLIT] and classes.txt or classes.json
 
 In memory a mask is int16 [H, W]: the class, or -1 where it is ignored. A value that is neither a class nor ignored, a
 mask of another size than its image, and a mask that is missing are errors that name the file.
+
+Training crops are those of the papers' set-up, which is Swin's: the short side becomes 512 (the long side at most four
+times that), times a random factor in 0.5..2; of ten attempts the first 512 x 512 crop in which no class covers more
+than 75 %; what lies outside of the image has the mean colour and is ignored. Pixels and mask are sampled through one
+placement. Photometric distortion (Liu et al. 2016, SSD): each with a chance of one half, brightness shifted by up to
+32, contrast multiplied by 0.5..1.5 (before or after the others), saturation multiplied by 0.5..1.5, hue turned by up to
+36 degrees.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from everytoken import keyed
+from everytoken.data import placement as pl
+from everytoken.data.placement import sample_mask
+from everytoken.files import read_bytes
 from everytoken_lab import schema
-from everytoken_lab.data.datasets import DataError, Strings, is_image
-from everytoken_lab.data.decode import ImageError, naming_errors, open_image
+from everytoken_lab.data.datasets import DataError, Strings
+from everytoken_lab.data.decode import ImageError, Picture, naming_errors, open_image
 from everytoken_lab.data.loader import BatchReader, Request
-from everytoken_lab.dense.common import SPLITS, TargetSet
-from everytoken_lab.dense.segment.augment import SegmentTransform
-from everytoken_lab.dense.segment.options import MaskOptions
+from everytoken_lab.data.tree import is_image
+from everytoken_lab.data.warp import render
+from everytoken_lab.dense.common import SPLITS, TargetSet, resized
+from everytoken_lab.dense.segment.options import MaskOptions, SegmentAugment
 
 _UNKNOWN = -2
 _VALUES = 65536  # of a mask of 16 bits
 _MOST_CLASSES = 32767  # of int16
 ADE20K = "objectInfo150.txt"  # its class file
+ATTEMPTS = 10
+LONGEST = 4  # the long side of an image, in short sides of the network's
 
 
 class MaskSet(TargetSet):
@@ -51,19 +64,15 @@ class MaskSet(TargetSet):
         ade20k = (root / ADE20K).is_file() or (root / "annotations" / "training").is_dir()
         reduce = ade20k if options.reduce_zero_label is None else options.reduce_zero_label
         classes = read_classes(_class_file(root, options, int(reduce)), int(reduce))
-        self.values, self.ignored = list(classes), dict.fromkeys((*options.ignore_index, *((0,) if reduce else ())))
-        for value in self.ignored:
-            if not 0 <= value < _VALUES:
-                raise DataError(f"ignore_index has {value}; the values of a mask are 0 to {_VALUES - 1}")
-            if value in classes:
-                raise DataError(
-                    f"value {value} is the class {classes[value]!r} and is also ignored (ignore_index, "
-                    "reduce_zero_label); it cannot be both"
-                )
+        self.values, ignored = list(classes), [*options.ignore_index, *((0,) if reduce else ())]
+        for value in ignored:
+            if not 0 <= value < _VALUES or value in classes:
+                what = f"the class {classes[value]!r}" if value in classes else f"not in 0 to {_VALUES - 1}"
+                raise DataError(f"the ignored value {value} (ignore_index, reduce_zero_label) is {what}")
         super().__init__(root, [(images / n).relative_to(root).as_posix() for n in names], list(classes.values()))
         self.masks = Strings(by_stem[_stem(name)].relative_to(root).as_posix() for name in names)
         self.table = np.full(_VALUES, _UNKNOWN, dtype=np.int16)
-        self.table[list(self.ignored)] = -1
+        self.table[ignored] = -1
         self.table[self.values] = range(len(classes))
 
     def mask(self, i: int, size: tuple[int, int] | None = None) -> np.ndarray:
@@ -79,9 +88,7 @@ class MaskSet(TargetSet):
             y, x = (int(v[0]) for v in np.nonzero(wrong))
             raise ImageError(
                 f"{where}: value {int(stored[y, x])} (first at x {x}, y {y}; {int(wrong.sum())} pixels are wrong) is "
-                f"no class: the {len(self.values)} classes have values {self.values[0]} to {self.values[-1]}, and "
-                f"{', '.join(map(str, self.ignored)) or 'nothing'} is ignored. Add it to the class file, or to "
-                "ignore_index."
+                f"no class: {self.values[0]} to {self.values[-1]}. Add it to the class file, or to ignore_index."
             )
         return classes
 
@@ -97,6 +104,79 @@ def _read_mask(path: Path) -> np.ndarray:
         with naming_errors(str(path)):
             pixels = np.asarray(image)
     return pixels.astype(np.uint8 if pixels.dtype in (bool, np.uint8) else np.int64)
+
+
+# -- crops -------------------------------------------------------------------------------------------------------------
+
+
+class SegmentTransform:
+    """A random crop of an image and its mask; outside of the image, `fill` and -1."""
+
+    def __init__(self, options: SegmentAugment, fill: tuple[int, int, int] = (124, 116, 104)) -> None:
+        self.options, self.fill = options, fill
+
+    def __call__(
+        self, picture: Picture, mask: np.ndarray, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray, pl.Affine]:
+        """(pixels uint8 [s, s, 3], mask [s, s], placement [2, 3])."""
+        options, side = self.options, self.options.crop_size
+        draws = rng.random((ATTEMPTS + 1, 2))
+        scale, flip = draws[0].tolist()
+        short = (options.resize or side) * (options.scale[0] + (options.scale[1] - options.scale[0]) * scale)
+        width, height = resized(picture.size, short, LONGEST * short)
+        per_x, per_y = picture.size[0] / width, picture.size[1] / height
+        matrix = np.zeros((2, 3))
+        for u, v in draws[1:].tolist():
+            x0, y0 = int(u * (max(width - side, 0) + 1)), int(v * (max(height - side, 0) + 1))
+            matrix = np.array([[per_x, 0.0, x0 * per_x], [0.0, per_y, y0 * per_y]])
+            if options.cat_max_ratio >= 1 or self._varied(mask, matrix):
+                break
+        if flip < options.hflip:
+            matrix = pl.compose(matrix, np.array([[-1.0, 0.0, side], [0.0, 1.0, 0.0]]))
+        pixels, used = render(picture, matrix, (side, side), bicubic=False, fill=self.fill)
+        placement = pl.from_pixels(used, (side, side), picture.size)
+        if options.photometric:
+            pixels = distort(pixels, rng).copy()
+            beyond = sample_mask(np.zeros(mask.shape, np.int8), placement, (side, side), 1)
+            pixels[beyond.astype(bool)] = self.fill
+        return pixels, sample_mask(mask, placement, (side, side), -1), placement
+
+    def _varied(self, mask: np.ndarray, matrix: pl.Affine) -> bool:
+        """Whether a crop shows two classes or more, none of which covers too much of it."""
+        side = self.options.crop_size
+        placement = pl.from_pixels(matrix, (side, side), mask.shape[::-1])
+        crop = sample_mask(mask, placement, (side, side), -1)[::2, ::2]  # a quarter of the pixels will do
+        counts = np.bincount(crop[crop >= 0])
+        counts = counts[counts > 0]
+        return len(counts) > 1 and bool(counts.max() < self.options.cat_max_ratio * counts.sum())
+
+
+def distort(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Photometric distortion of uint8 [h, w, 3]."""
+    u = rng.random(9).tolist()
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    levels = np.arange(256)
+    if u[0] < 0.5:
+        image = _levels(image, levels + (64 * u[1] - 32))
+    contrast = levels * (0.5 + u[3])
+    if u[2] < 0.5 and u[8] < 0.5:
+        image = _levels(image, contrast)
+    if u[4] < 0.5 or u[6] < 0.5:
+        hue = (levels + round(51.2 * u[7] - 25.6) * (u[6] < 0.5)) % 256  # a full turn is 256 levels
+        saturation = levels * (0.5 + u[5] if u[4] < 0.5 else 1)
+        table = [*_bytes(hue), *_bytes(saturation), *range(256)]
+        image = image.convert("HSV").point(table).convert("RGB")
+    if u[2] < 0.5 <= u[8]:
+        image = _levels(image, contrast)
+    return np.array(image)
+
+
+def _levels(image: Image.Image, table: np.ndarray) -> Image.Image:
+    return image.point(_bytes(table) * 3)
+
+
+def _bytes(table: np.ndarray) -> list[int]:
+    return table.round().clip(0, 255).astype(int).tolist()
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -178,43 +258,37 @@ def _stem(path: str) -> str:
 
 
 def _class_file(root: Path, options: MaskOptions, first: int) -> Path:
-    names = (ADE20K, "classes.txt", "classes.json")
-    files = [Path(options.classes)] if options.classes else [root / name for name in names]
-    path = next((file for file in files if file.is_file()), None)
-    if path is None and options.classes:
-        raise DataError(f"there is no class file {options.classes}")
-    if path is None:
-        raise DataError(
-            f"{root} has no class file (classes.txt, classes.json). Write the names of the classes into "
-            f"{root / 'classes.txt'}, one per line, value {first} first, or name another file (classes)"
-        )
-    return path
+    if options.classes:
+        return Path(options.classes)
+    for name in (ADE20K, "classes.txt", "classes.json"):
+        if (root / name).is_file():
+            return root / name
+    raise DataError(
+        f"{root} has no class file (classes.txt, classes.json). Write the names of the classes into "
+        f"{root / 'classes.txt'}, one per line, value {first} first, or name another file (classes)"
+    )
 
 
 def read_classes(path: Path, first: int = 0) -> dict[int, str]:
     """Value -> name, of a text file with a name per line, JSON (a list, or {"value": "name"}), or ADE20K's table."""
-    pairs: Iterable[tuple[str, str]]
+    content: Any
     if path.suffix == ".json":
         kind: Any = dict[str, str] | list[str]
         content = schema.read_json(path, kind)
-        pairs = content.items() if isinstance(content, dict) else ((str(first + i), n) for i, n in enumerate(content))
     else:
         try:
-            lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+            content = [line.strip() for line in read_bytes(path).decode("utf-8-sig").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path} cannot be read as UTF-8 text ({error})") from error
-        pairs = ((str(first + i), line.strip()) for i, line in enumerate(lines))
-        if lines and lines[0].startswith("Idx"):  # ADE20K's
-            table = csv.DictReader(lines, delimiter="\t" if "\t" in lines[0] else ",")
-            if not {"Idx", "Name"} <= set(table.fieldnames or ()):
-                raise DataError(f"{path}: a table of classes has the columns Idx and Name, not {lines[0][:60]!r}")
-            pairs = ((row["Idx"], (row["Name"] or "").strip()) for row in table)
+        if content and content[0].startswith("Idx"):  # ADE20K's
+            table = csv.DictReader(content, delimiter="\t" if "\t" in content[0] else ",")
+            content = {row.get("Idx") or "": (row.get("Name") or "").strip() for row in table}
     names = {}
-    for value, name in pairs:
-        if not value.strip().isdecimal() or len(value) > 9 or int(value) >= _VALUES:
+    for value, name in content.items() if isinstance(content, dict) else enumerate(content, first):
+        if not str(value).strip().isdecimal() or len(str(value)) > 9 or int(value) >= _VALUES or not name:
             raise DataError(
-                f"{path}: {value[:40]!r} is not the value of a class, which are 0 to {_VALUES - 1}; class files look "
-                'like {"0": "sky"}'
+                f"{path}: {str(value)[:40]!r}: {name!r} is no class; values are 0 to {_VALUES - 1}, and class files "
+                'look like {"0": "sky"}'
             )
         names[int(value)] = name
     if not 0 < len(names) <= _MOST_CLASSES:

@@ -32,8 +32,7 @@ from everytoken_lab.dense.common import (
     open_unseen,
     resized,
 )
-from everytoken_lab.dense.segment.augment import LONGEST
-from everytoken_lab.dense.segment.data import MaskReader, divided, open_masks
+from everytoken_lab.dense.segment.data import LONGEST, MaskReader, divided, open_masks
 from everytoken_lab.dense.segment.model import Segmenter, SegmenterInfo, load_segmenter, resize
 from everytoken_lab.dense.segment.options import EvalOptions, SegmenterOptions, SegmentEval, SegmentPredict
 from everytoken_lab.draw import class_overlay, colour_of, palette_image
@@ -73,7 +72,7 @@ class Inference:
         short = info.resize or info.backbone.img_size[0]
         width, height = resized((image.shape[-1], image.shape[-2]), short, LONGEST * short)
         many = len(options.scales) > 1 or options.flip
-        total: Tensor | None = None
+        total: Any = 0
         for scale in options.scales:
             at = (max(round(height * scale), 1), max(round(width * scale), 1))
             pixels = normalise(_resized_bytes(image, at), info.backbone.mean, info.backbone.std)
@@ -81,10 +80,9 @@ class Inference:
                 logits = self._logits(pixels.flip(-1) if mirrored else pixels)
                 logits = logits.flip(-1) if mirrored else logits
                 answer = resize(logits, (height, width))
-                answer = answer.softmax(1) if many else answer
-                total = answer if total is None else total + answer
-        assert total is not None
-        return total
+                total = total + (answer.softmax(1) if many else answer)
+        out: Tensor = total
+        return out
 
     def _logits(self, images: Tensor) -> Tensor:
         if self.options.mode == "slide":
@@ -115,33 +113,26 @@ def slide(network: Network, images: Tensor, window: int, stride: int) -> Tensor:
     rows, columns = images.shape[-2:]
     h, w = min(rows, window), min(columns, window)
     places = [(y, x) for y in starts(rows, window, stride) for x in starts(columns, window, stride)]
-    total: Tensor | None = None
-    count = torch.zeros(1, 1, rows, columns, device=images.device)
+    total, count = torch.empty(0), torch.zeros(1, 1, rows, columns, device=images.device)
     for first in range(0, len(places), _WINDOWS):
         some = places[first : first + _WINDOWS]
         logits = network(torch.cat([images[..., y : y + h, x : x + w] for y, x in some])).float()
-        if total is None:
+        if not first:
             total = logits.new_zeros(1, logits.shape[1], rows, columns)
         for k, (y, x) in enumerate(some):
             total[..., y : y + h, x : x + w] += logits[k]
             count[..., y : y + h, x : x + w] += 1
-    assert total is not None
     return total / count
 
 
 def best_class(scores: Tensor, size: tuple[int, int]) -> Tensor:
     """[1, K, h, w] -> int64 [H, W]: the class with the largest interpolated score."""
     step = max(1, _CHUNK // (size[0] * size[1]))
-    best: Tensor | None = None
-    index = torch.zeros(size, dtype=torch.int64, device=scores.device)
-    for first in range(0, scores.shape[1], step):
+    best, index = resize(scores[:, :step], size)[0].max(0)
+    for first in range(step, scores.shape[1], step):
         value, where = resize(scores[:, first : first + step], size)[0].max(0)
-        if best is None:
-            best, index = value, where
-            continue
-        better = value > best
-        index = torch.where(better, where + first, index)
-        best = torch.where(better, value, best)
+        index = torch.where(value > best, where + first, index)
+        best = torch.maximum(value, best)
     return index
 
 

@@ -60,13 +60,7 @@ class FcnHead(nn.Module):
     """`convs` 3x3 convolutions on the map `index` of maps with `dims` channels."""
 
     def __init__(
-        self,
-        dims: Sequence[int],
-        classes: int,
-        channels: int = 256,
-        convs: int = 1,
-        index: int = -1,
-        dropout: float = 0.1,
+        self, dims: Sequence[int], classes: int, channels: int, convs: int, dropout: float, index: int = -1
     ) -> None:
         super().__init__()
         self.index = index
@@ -94,20 +88,16 @@ class UperHead(nn.Module):
 
     def pool(self, grid: Tensor) -> Tensor:
         """[B, D, h, w] -> [B, channels, h, w] with the whole image in it."""
-        pools = [grid]
-        for cells, conv in zip(POOLS, self.pooled, strict=True):
-            pools.append(resize(conv(F.adaptive_avg_pool2d(grid, cells)), grid))
-        out: Tensor = self.bottleneck(torch.cat(pools, 1))
+        pools = [conv(F.adaptive_avg_pool2d(grid, cells)) for cells, conv in zip(POOLS, self.pooled, strict=True)]
+        out: Tensor = self.bottleneck(torch.cat([grid, *(resize(pool, grid) for pool in pools)], 1))
         return out
 
     def forward(self, maps: Sequence[Tensor]) -> Tensor:
         """[[B, D_i, h_i, w_i], ...] -> [B, K, h_0, w_0]."""
-        levels = [conv(grid) for conv, grid in zip(self.lateral, maps[:-1], strict=True)]
-        levels.append(self.pool(maps[-1]))
+        levels = [*(conv(grid) for conv, grid in zip(self.lateral, maps[:-1], strict=True)), self.pool(maps[-1])]
         for i in range(len(levels) - 1, 0, -1):
             levels[i - 1] = levels[i - 1] + resize(levels[i], levels[i - 1])
-        out = [conv(grid) for conv, grid in zip(self.smooth, levels[:-1], strict=True)]
-        out.append(levels[-1])
+        out = [*(conv(grid) for conv, grid in zip(self.smooth, levels[:-1], strict=True)), levels[-1]]
         logits: Tensor = self.classifier(self.fuse(torch.cat([resize(grid, out[0]) for grid in out], 1)))
         return logits
 
@@ -120,16 +110,12 @@ def resize(grid: Tensor, like: Tensor | tuple[int, int]) -> Tensor:
     return F.interpolate(grid, size, mode="bilinear", align_corners=False)
 
 
-def _norm_relu(channels: int) -> list[nn.Module]:
-    return [nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
-
-
 def _side(dim: int, out: int, finer: int) -> nn.Sequential:
     """A map at `finer` times the resolution. One convolution, or two if it is made finer."""
-    if finer == 1:
-        return nn.Sequential(nn.Conv2d(dim, out, 1, bias=False), *_norm_relu(out))
-    up = nn.ConvTranspose2d(dim, dim, finer, stride=finer, bias=False)
-    return nn.Sequential(up, *_norm_relu(dim), nn.Conv2d(dim, out, 1, bias=False), *_norm_relu(out))
+    layers: list[nn.Module] = []
+    if finer > 1:
+        layers += [nn.ConvTranspose2d(dim, dim, finer, finer, bias=False), nn.BatchNorm2d(dim), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.Conv2d(dim, out, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU(inplace=True))
 
 
 class SideLayers(nn.Module):
@@ -192,13 +178,12 @@ class Segmenter(nn.Module):
             self.pyramid = InterpolatedLevels(dims) if interpolated else SideLayers(dims, last, finer)
             dims = self.pyramid.dims
         channels, dropout = options.channels or (256 if fcn else 512), options.dropout
-        fcn_head = FcnHead(dims, classes, channels, options.convs, dropout=dropout) if fcn else None
+        fcn_head = FcnHead(dims, classes, channels, options.convs, dropout) if fcn else None
         self.head: nn.Module = fcn_head or UperHead(dims, classes, channels, dropout)
         self.aux: nn.Module | None = None
         self.aux_weight = options.aux_weight
         if options.aux_weight:
-            index = max(len(dims) - 2, 0)
-            self.aux = FcnHead(dims, classes, options.aux_channels or 256, index=index, dropout=dropout)
+            self.aux = FcnHead(dims, classes, options.aux_channels or 256, 1, dropout, max(len(dims) - 2, 0))
         if fcn:
             for i in range(len(features.norms) - (2 if self.aux is not None else 1)):
                 features.norms[i] = nn.Identity()  # of maps that nothing looks at

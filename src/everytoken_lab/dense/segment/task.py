@@ -12,8 +12,7 @@ from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken_lab.data.augment import mean_colour
 from everytoken_lab.dense.common import SIDE, DenseTask, open_parts, train_dense
-from everytoken_lab.dense.segment.augment import SegmentTransform
-from everytoken_lab.dense.segment.data import MaskReader, divided, open_masks
+from everytoken_lab.dense.segment.data import MaskReader, SegmentTransform, divided, open_masks
 from everytoken_lab.dense.segment.infer import Inference, SegmentScore
 from everytoken_lab.dense.segment.model import Segmenter, SegmenterInfo, build_segmenter
 from everytoken_lab.dense.segment.options import NEW_RUN, SegmentOptions

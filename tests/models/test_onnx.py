@@ -7,7 +7,7 @@ from torch import nn
 
 from everytoken.models import TokenModel
 from everytoken_lab.annotators.annotator import CellScores
-from everytoken_lab.models.inference import faster
+from everytoken_lab.models.onnx import faster
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,189 @@
+"""How training without a recipe fine-tunes: which backbone, with what settings, for how many updates.
+
+Convolutional networks are trained from their middle on: the first half of the stages has a few percent of the weights
+and most of the cost.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from everytoken.keyed import StepKey
+from everytoken_lab.annotators.features import Candidate, Choice, FrozenBackbone, Trial
+from everytoken_lab.engine.distributed import World
+from everytoken_lab.engine.options import TrainOptions
+from everytoken_lab.engine.run_folder import RunFolder
+from everytoken_lab.machine import cores, free_disk
+from everytoken_lab.training.build import build, freeze_first, layer_groups
+from everytoken_lab.training.classify import Classification
+from everytoken_lab.training.story import Job, free_memory
+
+MOST_EPOCHS, USUAL_UPDATES, FEWEST_UPDATES = 30, 100, 40
+"""Of fine-tuning: at most, as a rule, at least."""
+LEAD = 0.04
+"""A backbone whose linear head is further behind the best one (besides chance) is not fine-tuned."""
+BATCH = 32
+"""On the CPU."""
+_READING = 1.2  # of the time of the network alone, to estimate that of training with reading photos
+_OVERHEAD = 1.1  # of a step: optimizer, averages and checkpoints are not timed
+_ENDING = 5.0  # seconds for the report and the choice of a model, besides the evaluation
+
+
+def candidate_of(backbone: FrozenBackbone) -> Candidate:
+    """What it was made of."""
+    return Candidate(backbone.name, backbone.info.img_size[0], backbone.info.crop_mode == "squash")
+
+
+def tunable(job: Job, choice: Choice, trainings: int) -> Choice | None:
+    """The backbone to fine-tune: the best one for which there is time, if it can catch up with the best linear head.
+
+    One that gets `USUAL_UPDATES` is preferred to a better one that gets fewer.
+    """
+    name, seconds = choice.backbone.name, job.left
+    if len(choice.trials) == 1:
+        return choice  # how long it takes is timed anyway
+    best = next(t for t in choice.trials if t.candidate == candidate_of(choice.backbone))
+
+    def needed(trial: Trial, updates: int = FEWEST_UPDATES) -> float:
+        return _READING * trial.training_seconds * trainings * updates * BATCH / (0.5 * cores() + 0.5)
+
+    able = [t for t in choice.trials if needed(t) < seconds and t.accuracy > best.accuracy - LEAD - t.standard_error]
+    if not able:
+        job.story.say(_too_slow(f" of {name}", needed(best), seconds))
+        return None
+    enough = [t for t in able if needed(t, USUAL_UPDATES) < seconds] or [min(able, key=needed)]
+    chosen = best if best in enough else min(enough, key=lambda trial: trial.loss)
+    if chosen is best:
+        return choice
+    job.story.say(
+        f"Fine-tuning {chosen.candidate}: {USUAL_UPDATES} updates of {name} need about "
+        f"{needed(best, USUAL_UPDATES):.0f} s, and {seconds:.0f} s of the budget remain."
+    )
+    which = chosen.candidate
+    backbone = FrozenBackbone(which.name, which.img_size, choice.backbone.device, which.squash)
+    return replace(choice, backbone=backbone, features=job.features(job.train, backbone, choice.features.digests))
+
+
+def _too_slow(what: str, needed: float, left: float) -> str:
+    return (
+        f"Skipping fine-tuning: {FEWEST_UPDATES} updates{what} need about {needed:.0f} s, and {max(0, left):.0f} s of "
+        "the budget remain. More minutes would allow it (--minutes)."
+    )
+
+
+def settings(job: Job, backbone: FrozenBackbone, train: int, val: int) -> dict[str, Any]:
+    """How to fine-tune: the options but for the budget and the tokens."""
+    convolutional, gpu = backbone.model.family.layout == "nchw", job.device.type == "cuda"
+    wanted = min(64 if gpu else BATCH, max(1, train))
+    freeze = (max(layer_groups(backbone.model.backbone).values()) + 1) // 2 if convolutional else 0
+    batch = batch_in_memory(backbone, wanted, job.device, freeze)
+    rate = f"1e-3, the first {freeze} layer groups frozen" if convolutional else "1e-4 falling by 0.8 per layer"
+    less = f" in {wanted // batch} accumulated steps, for lack of memory" if wanted > batch else ""
+    job.story.say(
+        f"Fine-tuning from a linear head: {train:,} photos, batch {wanted}{less}, AdamW at {rate}, batch norms frozen, "
+        f"averaged weights, mild crops; judged on {val:,} photos that it has not seen."
+    )
+    return {
+        "model": backbone.info.architecture,
+        "img_size": backbone.info.img_size[0],
+        "batch_size": batch,
+        **({"grad_accum_steps": wanted // batch} if wanted > batch else {}),
+        "opt": "adamw",
+        "lr": 1e-3 if convolutional else 1e-4,
+        "min_lr": 1e-6,
+        "warmup_lr": 1e-6,
+        "weight_decay": 0.05,
+        **({"freeze": freeze} if convolutional else {"layer_decay": 0.8, "clip_grad": 1.0}),
+        "norm_eval": True,
+        "model_ema": True,
+        "scale": [0.5, 1.0],
+        "aa": "",
+        "color_jitter": 0.2,
+        "reprob": 0.0,
+        "smoothing": 0.1,
+        "amp": gpu,
+        "channels_last": convolutional,
+        "seed": job.options.run.seed,
+    }
+
+
+def batch_in_memory(backbone: FrozenBackbone, wanted: int, device: torch.device, freeze: int = 0) -> int:
+    """The largest of wanted, wanted / 2, ... for which training takes at most 70 % of the free memory."""
+    model = copy.deepcopy(backbone.model.backbone).requires_grad_(True)
+    freeze_first(model, freeze)
+    own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in own:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    images = torch.zeros(2, 3, *backbone.info.img_size, device=device)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        model(images)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    fixed, per_image = 5 * weights, 1.3 * sum(kept.values()) / 2  # what is kept for gradients, and some gradients
+    batch = wanted
+    while batch > 1 and fixed + batch * per_image > 0.7 * free_memory(device):
+        batch //= 2
+    return batch
+
+
+def updates_in_time(job: Job, options: TrainOptions, backbone: FrozenBackbone, judging: int, trainings: int) -> int:
+    """How many updates fit into the time and onto the disk that are left, 0 if too few.
+
+    Args:
+        judging: photos to evaluate at the end. trainings: how many there are.
+    """
+    weights = sum(p.numel() * p.element_size() for p in backbone.model.parameters())
+    needed = 4 * trainings * (options.run.keep + 1) * weights  # weights, average, two moments
+    if (free := free_disk(job.output)) < needed:
+        job.story.say(
+            f"Skipping fine-tuning: its checkpoints need {needed / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free."
+        )
+        return 0
+    seconds, loading = step_seconds(job, options)
+    if job.device.type == "cpu":  # which loads and trains with the same cores
+        step = _OVERHEAD * (seconds + loading / cores())
+    else:
+        step = max(_OVERHEAD * seconds, loading / max(1, options.dataset.workers))
+    update = step * options.optim.grad_accum_steps
+    left = job.left - _ENDING - judging * seconds / options.dataset.batch_size / 2
+    updates = int(left / update / trainings)
+    if updates < FEWEST_UPDATES:
+        job.story.say(_too_slow("", trainings * FEWEST_UPDATES * update, left))
+        return 0
+    return updates
+
+
+def step_seconds(job: Job, options: TrainOptions, steps: int = 3) -> tuple[float, float]:
+    """Seconds of the fastest of some training steps, and of loading a batch in one process."""
+    options = replace(options, dataset=replace(options.dataset, workers=0))
+    world = World(0, 1, job.device)
+    setup = build(options, world, job.inputs)
+    task = Classification(setup, options, world, RunFolder(job.output / ".timing", writable=False))
+    loading, working = [], []
+    batches = task.train_loader.epoch(0)
+    for _ in range(min(steps + 1, task.batches_per_epoch)):
+        started = time.perf_counter()
+        next(batches)
+        loading.append(time.perf_counter() - started)
+    task.train()
+    for number, batch in enumerate(itertools.islice(task.train_batches(0, 0), len(loading))):
+        started = time.perf_counter()
+        with task.autocast():
+            terms = task(replace(batch, key=StepKey(options.run.seed, number)))
+        terms["loss"].backward()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        working.append(time.perf_counter() - started)
+        task.zero_grad(set_to_none=True)
+    task.close()
+    return min(working), min(loading)
