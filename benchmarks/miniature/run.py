@@ -117,28 +117,21 @@ def some(work: Path, images: Path, count: int, seed: int) -> Path:
 
 
 def tuned(work: Path) -> dict:
-    """Learning rate and weight decay; the rows of tuning.jsonl that are missing are run first."""
+    """Learning rate and weight decay; rows that tuning.jsonl has not are run first."""
     import everytoken_lab as lab
 
     log = work / "tuning.jsonl"
 
-    def best(candidates: list[tuple[float, float]]) -> tuple[float, float]:
-        scores = {}
-        for rate, decay in candidates:
-            key = f"lr {rate:g}, weight decay {decay:g}"
-            if key not in read_rows(log):
-                print(f"{time.strftime('%d %H:%M')} {key}", flush=True)
-                settings = {**study.RECIPE, "lr": rate, "weight_decay": decay, "iters": study.TUNING}
-                how: dict = {"objectives": study.HARD, "mixing": study.CUTMIX, "warmup_iters": study.TUNING // 10}
-                folder = work / "runs" / file_name(f"tune/{key}")
-                result = lab.train(work / "images" / "tune", seed=100, out=str(folder), **how, **settings)
-                append(log, {"key": key, "top1": result.summary["last"]["val_top1"]})
-            scores[rate, decay] = read_rows(log)[key]["top1"]
-        return max(scores, key=lambda pair: scores[pair])
-
-    rate, _ = best([(rate, study.DECAYS[0]) for rate in study.RATES])
-    rate, decay = best([(rate, decay) for decay in study.DECAYS])
-    return {"lr": rate, "weight_decay": decay}
+    for rate in study.RATES:
+        key = f"lr {rate:g}, weight decay {study.DECAY:g}"
+        if key not in read_rows(log):
+            print(f"{time.strftime('%d %H:%M')} {key}", flush=True)
+            settings = {**study.RECIPE, "lr": rate, "weight_decay": study.DECAY, "iters": study.TUNING}
+            how: dict = {"objectives": study.HARD, "mixing": study.CUTMIX, "warmup_iters": study.TUNING // 10}
+            folder = work / "runs" / file_name(f"tune/{key}")
+            result = lab.train(work / "images" / "tune", seed=100, out=str(folder), **how, **settings)
+            append(log, {"key": key, "lr": rate, "top1": result.summary["last"]["val_top1"]})
+    return {"lr": max(read_rows(log).values(), key=lambda row: row["top1"])["lr"], "weight_decay": study.DECAY}
 
 
 def claimed(work: Path, runs: list[study.Run]) -> tuple[study.Run, FileLock] | None:

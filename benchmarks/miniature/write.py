@@ -1,7 +1,7 @@
 """Tables and the figure of gains against images: `python benchmarks/miniature/write.py [WORK]`.
 
-With WORK, its finished rows are first copied beside this file: tuning.jsonl, results.jsonl and measures.jsonl as they
-are, and pairs.jsonl, the paired differences with their variance over images, for which WORK keeps every answer.
+With WORK, its finished rows are first added to those beside this file: tuning.jsonl, results.jsonl, measures.jsonl, and
+pairs.jsonl, the paired differences with their variance over images, for which WORK keeps every answer.
 Writes tables.md here and docs/img/miniature.png. A difference is bold where its 95 % interval excludes zero.
 """
 
@@ -49,7 +49,8 @@ def pairs(work: Path) -> list[dict]:
             other = study.Run(part, base, run.count, run.updates, run.seed).key
             if other not in rows:
                 continue
-            row = {"part": run.part, "name": run.name, "base": base, "count": run.count, "seed": run.seed}
+            row = {"key": f"{run.key} against {base}", "part": run.part, "name": run.name, "base": base}
+            row |= {"count": run.count, "seed": run.seed}
             first, second = (columns(work, key) for key in (other, run.key))
             for column in sorted(first.keys() & second.keys()):
                 values = 100 * (second[column] - first[column])
@@ -171,8 +172,10 @@ def main() -> None:
     if len(sys.argv) > 1:
         work = Path(sys.argv[1])
         for name in ("tuning", "results", "measures"):
-            (HERE / f"{name}.jsonl").write_text(lines(list(read_rows(work / f"{name}.jsonl").values())))
-        (HERE / "pairs.jsonl").write_text(lines(pairs(work)))
+            found = read_rows(HERE / f"{name}.jsonl") | read_rows(work / f"{name}.jsonl")
+            (HERE / f"{name}.jsonl").write_text(lines(list(found.values())))
+        found = read_rows(HERE / "pairs.jsonl") | {row["key"]: row for row in pairs(work)}
+        (HERE / "pairs.jsonl").write_text(lines(list(found.values())))
     rows, measures = (read_rows(HERE / f"{name}.jsonl") for name in ("results", "measures"))
     known = Differences([json.loads(line) for line in (HERE / "pairs.jsonl").read_text().splitlines()])
     (HERE / "tables.md").write_text(tables(rows, measures, known))
