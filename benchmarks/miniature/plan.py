@@ -24,8 +24,8 @@ at 128 px, 66.0 at 160, 68.2 at 192, 67.2 at 224, 63.6 at 256 (7.6, 11.0, 15.7, 
 **Settings.** Token labeling, ReLabel and TL-Align as published (β 0.5, the class token learns the true label; ReLabel:
 the annotator's). drloc: λ = 0.1 on distances divided by the grid, which acts on small networks where the paper's λ of
 0.01 does not. All arms share the recipe tuned for CutMix alone: on the tuning classes, 500 per class, 2,000 updates,
-one seed, top-1 on their own validation images decides among `RATES`; weight decay is 0.05 and was not tuned. The rates' rows
-(10.5, 10.2 and 9.9 %) were known when this was written.
+one seed, top-1 on their own validation images decides among `RATES`; weight decay is 0.05 and was not tuned. The rows
+of the rates (10.5, 10.2 and 9.9 %) were known when this was written.
 
 **Intervals.** Differences are paired by image and by seed. The variance of a mean difference is that over images plus
 that over seeds, the latter pooled over all comparisons, since two seeds tell little by themselves. A difference is
