@@ -1,4 +1,5 @@
 # make demo   the main job end to end, on real images, in a few minutes
+# make stories   the papers from images to the last table, with a few images
 # make test   everything that must pass: lint, types, tests
 # make docs   the site, in build/site
 # They make .venv and install the package by themselves; the second time they are quick.
@@ -8,10 +9,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 OLDEST := .venv.oldest
 
-.PHONY: demo test test-oldest lint types unit docs dist bench clean
+.PHONY: demo stories test test-oldest lint types unit docs dist bench clean
 
 demo: $(STAMP)
 	$(BIN)/everytoken demo
+
+# the commands of docs/stories, with a few images and one epoch
+stories: $(STAMP)
+	$(BIN)/python docs/stories/run.py
 
 test: lint types unit
 

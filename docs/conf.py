@@ -23,7 +23,7 @@ author = copyright = "The everytoken authors"
 version = release = installed("everytoken")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-exclude_patterns = ["img/*.py"]
+exclude_patterns = ["img/*.py", "stories/*.py"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"
 suppress_warnings = ["myst.strikethrough"]

@@ -9,7 +9,7 @@ from everytoken.errors import PUBLISHED
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")])
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 NAVIGATION = re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / "index.md").read_text(encoding="utf-8"), re.S)
 
 
@@ -23,7 +23,8 @@ def anchors(page: Path) -> set[str]:
 def test_every_page_is_in_the_navigation_once():
     listed = [line for block in NAVIGATION for line in block.splitlines() if line and not line.startswith(":")]
     own = [name for name in listed if not name.startswith("reference/")]
-    there = {page.stem for page in DOCS.iterdir() if page.suffix in (".md", ".ipynb")} - {"index"}
+    pages = (page.relative_to(DOCS).with_suffix("") for page in DOCS.rglob("*") if page.suffix in (".md", ".ipynb"))
+    there = {page.as_posix() for page in pages if page.parts[0] != "reference"} - {"index"}
     assert sorted(own) == sorted(there)
 
 
