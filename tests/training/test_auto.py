@@ -175,7 +175,7 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
         tmp_path / "photos",
         weights=weights,
         out=str(tmp_path / "run"),
-        iters=4,
+        epochs=1,
         minutes=5,
         exclude=str(listed),
         **QUIET,
@@ -192,7 +192,6 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
     for number, half in enumerate(halves, 1):
         log = (run.path / f"fold-{number}/log.txt").read_text()
         assert f"data: {len(half)} training and 0 validation" in log
-        assert auto_module.read_run(run.path / f"fold-{number}").summary["updates"] == 2
 
 
 def test_the_smaller_half_fills_a_batch_and_too_few_photos_are_not_fine_tuned(folder, weights, tmp_path, caplog):
@@ -362,8 +361,9 @@ def test_the_budget_becomes_updates_once(folder, weights, tmp_path, monkeypatch,
     data = folder if divided else folder / "train"
     train(data, weights=weights, out=str(tmp_path / "run"), minutes=10, maps="none", **QUIET)
     values = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
-    expected = 100 if divided else 64  # of 4.4 s each; without val/ also half as many on each half
-    assert values["iters"] == pytest.approx(expected, abs=4)
+    assert values["iters"] == pytest.approx(
+        100 if divided else 42, abs=3
+    )  # of 4.4 s each; three trainings without val/
     assert "maps" not in values
     assert values["warmup_iters"] == values["iters"] // 10
 
@@ -375,7 +375,7 @@ def test_loading_costs_time_of_training_where_both_share_the_cores(device, updat
     monkeypatch.setattr(tuning_module, "step_seconds", lambda *_: (1.0, 4.0))  # a step, loading it
     job = SimpleNamespace(device=torch.device(device), left=200.0, output=tmp_path, story=Story(""))
     backbone = SimpleNamespace(model=torch.nn.Linear(2, 2))
-    found = tuning_module.updates_in_time(job, options, backbone, 32, False)
+    found = tuning_module.updates_in_time(job, options, backbone, 32, 1)
     assert found == updates  # of 3.3 s: 1.1 times (1 + 4 / 2); or of 2 s: 4 / 2
 
 
@@ -394,7 +394,7 @@ def test_the_backbone_to_fine_tune_suits_the_time_and_can_catch_up(seconds, behi
     choice = features_module.Choice(large, SimpleNamespace(digests=[]), None, trials)
     told = Story("")
     job = SimpleNamespace(story=told, train=None, features=lambda *_: None, left=seconds)
-    found = tuning_module.tunable(job, choice, crossed=False)
+    found = tuning_module.tunable(job, choice, trainings=1)
     assert (None if found is None else found.backbone.name) == chosen
     assert ("Skipping fine-tuning" in "".join(told.lines)) == (chosen is None)
 

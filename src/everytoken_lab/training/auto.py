@@ -13,9 +13,9 @@
 **What the numbers are estimates of.** Where the data has validation photos, they judge everything. Where it has none,
 both models are judged by cross-validation and then trained on all photos. The linear head has five folds: its estimate
 is that of heads which saw four fifths of the photos. Fine-tuning has two, and is compared with linear heads that were
-fitted on the same halves; each half gets half of the updates, the same number of epochs. If the 95 % interval of the
-difference in log loss lies below zero, it is repeated on all photos and kept: its estimate is that of models which saw
-half of them. Otherwise the linear head is kept: the simpler model wins where the evidence does not decide.
+fitted on the same halves. If the 95 % interval of the difference in log loss lies below zero, it is repeated on all
+photos and kept: its estimate is that of models which saw half of them. Otherwise the linear head is kept: the simpler
+model wins where the evidence does not decide.
 
 The budget is turned into updates once, before fine-tuning, and the recipe has them: a run that is continued does not
 decide anew. If photos or classes were added since, the next run gets a folder of its own (`photos-2`) and goes on with
@@ -316,7 +316,7 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     """Write recipe.yaml and what fine-tuning starts from and is compared with; its updates, 0: there is none."""
     options, output, story, crossed = job.options, job.output, job.story, job.val is None
     timed = not {"epochs", "iters"} & job.asked
-    tuned = tunable(job, choice, crossed) if timed else choice
+    tuned = tunable(job, choice, trainings=3 if crossed else 1) if timed else choice
     if tuned is None:
         return 0
     judges, held = job.train, choice.features
@@ -338,8 +338,8 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     starts = _starts(job, choice, tuned, keep, folds, (judges, held))
     judging = sum(len(rest) for _, rest in folds.values())
     which = next(iter(folds))
-    values = settings(job, tuned.backbone, images, judging) | ({"val_split": 0.5} if crossed else {})
-    values["weights"] = str(output / f"start{which}.safetensors")
+    values = settings(job, tuned.backbone, images, judging)
+    values |= {"weights": str(output / f"start{which}.safetensors"), **({"val_split": 0.5} if crossed else {})}
     values |= {"logit_adjustment": job.adjustment} if job.adjustment else {}
     if excluded:
         lines = "".join(f"{key}\t{reason}\n" for key, reason in sorted(excluded.items()))
@@ -359,11 +359,13 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
         values |= {"maps": maps, "objectives": _TOKENS}
     others = {"maps", "weights", "exclude", *how_to_run()}
     values |= {k: v for k, v in flat(options).items() if k in job.asked and k not in others}
+    updates = 1
     if timed:
         decided = apply(options, {"maps": "", **values}, "decisions")
         most = max(USUAL_UPDATES, MOST_EPOCHS * len(keep) // BATCH)
-        values["iters"] = min(most, updates_in_time(job, decided, tuned.backbone, judging, crossed))
-    if updates := values["iters"] if timed else 1:
+        updates = min(most, updates_in_time(job, decided, tuned.backbone, judging, len(starts)))
+        values |= {"iters": updates}
+    if updates:
         _write_recipe(job, values, images)
     return updates
 
@@ -454,7 +456,7 @@ def _write_recipe(job: Job, values: dict[str, Any], train: int) -> None:
     data, batch = job.options.data, values["batch_size"] * values.get("grad_accum_steps", 1)
     updates = values.get("iters") or max(1, train // batch) * int(values["epochs"])
     schedule = {"warmup_iters": max(1, updates // 10), "model_ema_decay": round(1 - 1 / max(20, updates / 5), 4)}
-    halves = " on all photos, after half as many on each half of them" if job.val is None else ""
+    halves = ", for each half of the photos and then for all" if job.val is None else ""
     job.story.say(f"Fine-tuning for {updates:,} updates of {batch} photos{halves}.")
     values = {"data": data, **values, **{name: v for name, v in schedule.items() if name not in job.asked}}
     path = job.output / "recipe.yaml"

@@ -52,13 +52,11 @@ def trainings(inputs: Inputs, crossed: bool) -> list[tuple[str, Inputs]]:
 
 
 def training(options: TrainOptions, output: Path, which: str = "") -> TrainOptions:
-    """One of the trainings: -1 and -2 on half of the photos, for as many epochs, "" on all to train on."""
-    own = output / (f"fold{which}" if which else "fine-tuned")
-    values: dict[str, Any] = {"weights": str(output / f"start{which}.safetensors"), "out": str(own)}
+    """One of the trainings: -1 and -2 on half of the photos, "" on all that there are to train on."""
+    values = {"weights": str(output / f"start{which}.safetensors")}
+    values["out"] = str(output / (f"fold{which}" if which else "fine-tuned"))
     if options.maps and Path(options.maps).parent == output:
         values["maps"] = str(output / f"maps{which}")
-    if which and options.optim.iters:
-        values |= {name: max(1, getattr(options.optim, name) // 2) for name in ("iters", "warmup_iters")}
     return apply(options, values, "auto")
 
 

@@ -40,7 +40,7 @@ def candidate_of(backbone: FrozenBackbone) -> Candidate:
     return Candidate(backbone.name, backbone.info.img_size[0], backbone.info.crop_mode == "squash")
 
 
-def tunable(job: Job, choice: Choice, crossed: bool) -> Choice | None:
+def tunable(job: Job, choice: Choice, trainings: int) -> Choice | None:
     """The backbone to fine-tune: the best one for which there is time, if it can catch up with the best linear head.
 
     One that gets `USUAL_UPDATES` is preferred to a better one that gets fewer.
@@ -51,7 +51,7 @@ def tunable(job: Job, choice: Choice, crossed: bool) -> Choice | None:
     best = next(t for t in choice.trials if t.candidate == candidate_of(choice.backbone))
 
     def needed(trial: Trial, updates: int = FEWEST_UPDATES) -> float:
-        return _READING * trial.training_seconds * (1 + crossed) * updates * BATCH / (0.5 * cores() + 0.5)
+        return _READING * trial.training_seconds * trainings * updates * BATCH / (0.5 * cores() + 0.5)
 
     able = [t for t in choice.trials if needed(t) < seconds and t.accuracy > best.accuracy - LEAD - t.standard_error]
     if not able:
@@ -136,14 +136,14 @@ def batch_in_memory(backbone: FrozenBackbone, wanted: int, device: torch.device,
     return batch
 
 
-def updates_in_time(job: Job, options: TrainOptions, backbone: FrozenBackbone, judging: int, crossed: bool) -> int:
+def updates_in_time(job: Job, options: TrainOptions, backbone: FrozenBackbone, judging: int, trainings: int) -> int:
     """How many updates fit into the time and onto the disk that are left, 0 if too few.
 
     Args:
-        judging: photos to evaluate at the end. crossed: each half of the photos takes half as many updates besides.
+        judging: photos to evaluate at the end. trainings: how many there are.
     """
     weights = sum(p.numel() * p.element_size() for p in backbone.model.parameters())
-    needed = 4 * (3 if crossed else 1) * (options.run.keep + 1) * weights  # weights, average, two moments
+    needed = 4 * trainings * (options.run.keep + 1) * weights  # weights, average, two moments
     if (free := free_disk(job.output)) < needed:
         job.story.say(
             f"Skipping fine-tuning: its checkpoints need {needed / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free."
@@ -156,9 +156,9 @@ def updates_in_time(job: Job, options: TrainOptions, backbone: FrozenBackbone, j
         step = max(_OVERHEAD * seconds, loading / max(1, options.dataset.workers))
     update = step * options.optim.grad_accum_steps
     left = job.left - _ENDING - judging * seconds / options.dataset.batch_size / 2
-    updates = int(left / update / (1 + crossed))
+    updates = int(left / update / trainings)
     if updates < FEWEST_UPDATES:
-        job.story.say(_too_slow("", (1 + crossed) * FEWEST_UPDATES * update, left))
+        job.story.say(_too_slow("", trainings * FEWEST_UPDATES * update, left))
         return 0
     return updates
 
