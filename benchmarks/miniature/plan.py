@@ -34,7 +34,8 @@ called a gain or a cost only where its 95 % interval excludes zero. Two seeds; n
 **Size.** 1,500 updates of 50 images are what two seeds of all arms may cost on two shared cores (five core-hours with
 the annotator). These networks are far from their end: what is measured is the beginning of training.
 
-**Order.** The cheap part first, seed by seed, so that every row adds to a table that is complete so far.
+**Order.** The cheap part first, seed by seed, so that every row adds to a table that is complete so far. After six rows of
+the first seed (50 per class, all between 8.6 and 10.4 %) the longer runs of that seed were moved before the second seed.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def plan() -> list[Run]:
             ("labels", LABELS, (50,), UPDATES),
         )
     )
-    return [*images[1], *images[2], *labels[1], *long[1], *labels[2], *long[2]]
+    return [*images[1], *long[1], *images[2], *labels[1], *labels[2], *long[2]]
 
 
 def classes(names: list[str]) -> tuple[list[str], list[str]]:

@@ -87,19 +87,19 @@ class Differences:
             return None
         value = sum(mean for mean, _ in group) / len(group)
         between, degrees = self.spread(column)
-        if not degrees:  # one seed: no interval
-            return stats.Estimate(value)
         # the images are the same for all seeds, so their variance does not shrink with more seeds
-        half = stats.t_quantile(degrees) * math.sqrt(sum(v for _, v in group) / len(group) + between / len(group))
+        images = sum(v for _, v in group) / len(group)
+        # while every comparison has one seed, the interval is that over images alone
+        half = stats.t_quantile(degrees) * math.sqrt(images + between / len(group)) if degrees else 1.96 * math.sqrt(images)
         return stats.Estimate(value, value - half, value + half, tuple(mean for mean, _ in group))
 
 
 def text(e: stats.Estimate | None) -> str:
-    """`+3.9 [3.1, 4.7]`, bold where the interval excludes zero."""
+    """`+3.9 [3.1, 4.7]`, bold where two seeds or more have an interval that excludes zero."""
     if e is None:
         return ""
     shown = f"{e.value:+z.1f}" + (f" [{e.low:+z.1f}, {e.high:+z.1f}]" if e.low is not None else "")
-    return f"**{shown}**" if e.clear else shown
+    return f"**{shown}**" if e.clear and len(e.values) > 1 else shown
 
 
 def tables(rows: dict[str, dict], measures: dict[str, dict], known: Differences) -> str:
