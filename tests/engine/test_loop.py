@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch import nn
 
 from everytoken.errors import EverytokenError
 from everytoken.keyed import torch_generator
-from everytoken.models.weights import check_weights
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.loop import BadLossError, Loop, Stopped
 from everytoken_lab.engine.options import DataOptions, OptimOptions, RunOptions, TrainOptions
@@ -524,18 +522,6 @@ def test_the_first_process_decides_when_a_timed_checkpoint_is_due(tmp_path, monk
         loop.step = step
         loop._stop_or_save()
     assert saved == ({8} if saves else set())
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, lambda best: best.write_bytes(best.read_bytes()[:-1] + b"?")])
-def test_best_weights_that_are_damaged_or_gone_are_named_and_the_next_ones_count(tmp_path, damage):
-    with pytest.raises(CutError):
-        make(tmp_path / "run", cut_at(17)).run()
-    best = tmp_path / "run" / "best.safetensors"
-    damage(best)
-    make(tmp_path / "run").run()
-    assert "the next validation counts as the best" in (tmp_path / "run" / "log.txt").read_text()
-    check_weights(best)
-    assert summary_of(tmp_path / "run")["best"]["step"] == 18
 
 
 def test_a_changed_record_of_the_options_is_not_taken_for_another_run(undisturbed, tmp_path):

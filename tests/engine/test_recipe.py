@@ -56,7 +56,6 @@ def test_an_unknown_key_is_an_error_with_a_suggestion():
         ({"epochs": 2.5}, "epochs is 2.5"),
         ({"amp": 1}, "amp is 1"),
         ({"scale": [0.1]}, "scale"),
-        ({"amp_dtype": "float8"}, "float8"),
         ({"objectives": ["token"]}, "objectives"),
         ({"objectives": {"hard": 3}}, "objectives.hard is 3"),
         ({"batch_size": True}, "batch_size is True"),

@@ -168,7 +168,7 @@ class DenseTask(Task):
         if world.size > 1 and world.device.type == "cuda":
             network = convert_sync_batchnorm(network)  # timm's: torch's would drop the activations of timm's norms
         super().__init__(DenseStep(network), options, world, folder)
-        backbone = replace(info.backbone, amp=options.optim.amp_dtype if options.optim.amp else "")
+        backbone = replace(info.backbone, amp="bfloat16" if options.optim.amp else "")
         self.info = replace(info, backbone=backbone)
         self.train_set, self.val_set = readers[0].data, readers[1].data
         self.train_loader = self.loader(readers[0], batch_size=options.dataset.batch_size, train=True)

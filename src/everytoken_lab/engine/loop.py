@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
 from everytoken.keyed import StepKey, generator
-from everytoken.models.weights import WeightsError, check_weights
 from everytoken_lab.engine import checkpoint, distributed
 from everytoken_lab.engine.checks import check_loop
 from everytoken_lab.engine.distributed import World, distribute, join_world, kernel_settings
@@ -118,8 +117,6 @@ class Loop:
         # an update may span two passes over the data if updates are counted; an epoch is a whole number of updates
         self.batches_per_epoch = task.batches_per_epoch if optim.iters else self.updates_per_epoch * self.accumulate
         self.epochs = round(self.total * self.accumulate / self.batches_per_epoch, 4)
-        scaled = optim.amp and optim.amp_dtype == "float16"
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
         self.step = self.epoch = self.position = 0
         self.best: dict[str, Any] = {}
         self.bad_in_row = self.bad_total = 0
@@ -237,7 +234,7 @@ class Loop:
             with nullcontext() if part == self.accumulate - 1 else task.no_sync():
                 with task.autocast():
                     answer = task(batch)
-                self.scaler.scale(answer["loss"] / self.accumulate).backward()
+                (answer["loss"] / self.accumulate).backward()
             for name, value in answer.items():
                 if name != "output":
                     terms[name] = terms.get(name, 0) + value.detach() / self.accumulate
@@ -249,7 +246,6 @@ class Loop:
 
     def _apply(self, terms: dict[str, Tensor], keys: list[str]) -> None:
         """Clip, step, schedule, average. Nothing here waits for the device: see `read_flags`."""
-        self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = distributed.whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if self.options.optim.clip_grad:
@@ -258,10 +254,7 @@ class Loop:
         bad = ~torch.isfinite(norm)
         step_unless(self.optimizer, bad)
         self.statistics.restore_if(bad)
-        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.scaler.is_enabled():  # a gradient that its scale made too large for float16 is nothing to report
-            bad = bad & ~torch.isfinite(terms["loss"])
         terms["grad_norm"] = norm
         self.unread.append((bad, self.step, terms, keys))
         self.step += 1
@@ -279,10 +272,8 @@ class Loop:
         unread, self.unread = self.unread, []
         if not unread:
             return
-        flags = torch.stack([bad for bad, *_ in unread])
-        if self.scaler.is_enabled():  # losses are of this process; gradients are everybody's
-            flags = self.world.add(flags.int()) > 0
-        for bad, (_, step, terms, keys) in zip(flags.tolist(), unread, strict=True):
+        flags = torch.stack([bad for bad, *_ in unread]).tolist()
+        for bad, (_, step, terms, keys) in zip(flags, unread, strict=True):
             self.bad_in_row = self.bad_in_row + 1 if bad else 0
             if bad:
                 self._bad_update(step, terms, keys)
@@ -295,7 +286,7 @@ class Loop:
         if self.bad_in_row >= self.options.run.bad_loss_limit:
             raise BadLossError(
                 f"{self.bad_in_row} updates in a row had a loss that is not finite; their images are listed in "
-                f"{self.folder.path / 'bad-updates.jsonl'}. Try a lower lr, clip_grad 1, amp_dtype bfloat16 or no amp."
+                f"{self.folder.path / 'bad-updates.jsonl'}. Try a lower lr, clip_grad 1 or no amp."
             )
 
     def _validate_and_save(self) -> None:
@@ -413,7 +404,6 @@ class Loop:
         self.read_flags()  # which updates were left out is part of it
         self.saved = time.monotonic()
         state: dict[str, Any] = {
-            "scaler": self.scaler.state_dict(),
             "step": self.step,
             "epoch": self.epoch,
             "updates_of_epoch": self.position // self.accumulate,
@@ -476,7 +466,6 @@ class Loop:
         for name, values in changes.items():
             self.folder.log(f"note: continuing with another {name}: {values[0]!r} before, {values[1]!r} now")
         prepare_fused(self.optimizer)
-        self.scaler.load_state_dict(state["scaler"])
         self.step, self.best = state["step"], state["best"]
         self.bad_total, self.seconds = state["bad_total"], state["seconds"]
         self._restore_place(state)
@@ -484,8 +473,6 @@ class Loop:
         self.folder.forget_after(self.step)
         if self.best.get("step") == self.step and ("ema" in state) == (self.ema is not None):
             self._write_best()  # the run may have been killed between this checkpoint and its best weights
-        elif self.best and not self.is_done and self.world.any(self.world.is_main and self._best_is_lost()):
-            self.best = {}  # the next validation counts as the best
         if self.is_done:
             self.folder.log(f"{self.folder.path} is finished: {self.step:,} updates; there is nothing to do")
         elif self.options.optim.iters:
@@ -493,16 +480,6 @@ class Loop:
         else:
             done = f"{self.position // self.accumulate} of its {self.updates_per_epoch} updates done"
             self.folder.log(f"continuing from {newest.name}: epoch {self.epoch + 1}, {done}")
-
-    def _best_is_lost(self) -> bool:
-        """Whether the best weights are damaged or gone."""
-        for suffix in self.task.weights(self.task.module.state_dict()):
-            try:
-                check_weights(self.folder.path / f"best{suffix}.safetensors")
-            except (OSError, WeightsError) as error:
-                self.folder.log(f"note: {error}; the next validation counts as the best")
-                return True
-        return False
 
     def _restore_place(self, state: Mapping[str, Any]) -> None:
         """Epoch and position of a checkpoint, which may have been written with another batch.

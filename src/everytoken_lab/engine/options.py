@@ -142,9 +142,7 @@ class OptimOptions:
     model_ema_decay: Fraction = 0.9999
     """Decay of the average, warmed up at the start."""
     amp: bool = False
-    """Mixed precision."""
-    amp_dtype: Literal["bfloat16", "float16"] = "bfloat16"
-    """Its type; float16 uses a loss scaler."""
+    """Mixed precision (bfloat16)."""
 
 
 @dataclass(frozen=True)

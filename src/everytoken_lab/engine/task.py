@@ -121,8 +121,7 @@ class Task(TrainingTask):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision as the options have it."""
-        optim = self.options.optim
-        return torch.autocast(self.world.device.type, getattr(torch, optim.amp_dtype), enabled=optim.amp)
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.options.optim.amp)
 
     def loader(
         self, data: DataSet | BatchReader[Any], transform: Any = None, batch_size: int = 1, *, train: bool, **more: Any

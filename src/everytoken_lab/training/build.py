@@ -137,7 +137,7 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
         interpolation=interpolation,
         token_vote=vote,
         multi_label=train_set.multi_label,
-        amp=options.optim.amp_dtype if options.optim.amp else "",
+        amp="bfloat16" if options.optim.amp else "",
     )
     return ClassifierSetup(train_set, val_set, store, step, grid, train_view, eval_view, description, notes)
 
