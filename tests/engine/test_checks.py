@@ -8,10 +8,11 @@ from everytoken.errors import EverytokenError
 from everytoken.objectives.hard import HardLabels
 from everytoken_lab.cli import main
 from everytoken_lab.dense.detect.options import DetectOptions
-from everytoken_lab.engine.checks import check_device, check_loop, check_objectives
-from everytoken_lab.engine.optim import learning_rate
+from everytoken_lab.engine.distributed import pick_device
+from everytoken_lab.engine.optim import check_loop, learning_rate
 from everytoken_lab.engine.options import TrainOptions, how_to_run
 from everytoken_lab.engine.recipe import apply, read_recipe
+from everytoken_lab.training.build import check_objectives
 from everytoken_lab.training.inputs import complete
 
 
@@ -42,14 +43,14 @@ def test_what_timm_takes_is_taken(opt):
 def test_a_device_that_is_not_there_is_told(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     for name in ("", "cpu", "cpu:0", "cuda", "cuda:0"):
-        check_device(name)
+        pick_device(name)
     with pytest.raises(EverytokenError, match="device is 'cuda:x'"):
-        check_device("cuda:x")
+        pick_device("cuda:x")
     with pytest.raises(EverytokenError, match="torch finds 1 such device on this machine; take cpu"):
-        check_device("cuda:1")
+        pick_device("cuda:1")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(EverytokenError, match="torch finds no such devices"):
-        check_device("cuda")
+        pick_device("cuda")
 
 
 def test_colour_jitter_beside_randaugment_is_refused_since_it_would_do_nothing(photos, capsys):

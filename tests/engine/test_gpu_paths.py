@@ -28,19 +28,14 @@ def test_a_process_takes_its_own_gpu_or_the_only_one_that_it_sees(monkeypatch, v
 
 def test_kernels_are_set_for_a_training_and_then_as_they_were():
     def settings():
-        cudnn = torch.backends.cudnn
-        strict = torch.are_deterministic_algorithms_enabled()
-        return torch.get_float32_matmul_precision(), cudnn.benchmark, cudnn.deterministic, strict
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
 
-    before = settings()
-    assert before == ("highest", False, False, False)
+    assert settings() == ("highest", False)
     with kernel_settings(torch.device("cuda")):
-        assert settings() == ("high", True, False, False)
-    with kernel_settings(torch.device("cuda"), deterministic=True):
-        assert settings() == ("high", False, True, True)
-    with kernel_settings(torch.device("cpu"), deterministic=True):
-        assert settings() == ("highest", False, False, True)
-    assert settings() == before
+        assert settings() == ("high", True)
+    with kernel_settings(torch.device("cpu")):
+        assert settings() == ("highest", False)
+    assert settings() == ("highest", False)
 
 
 def test_the_prefetcher_copies_on_its_own_stream_and_each_side_waits_for_the_other(monkeypatch):

@@ -16,7 +16,7 @@ from torch import nn
 from everytoken.errors import EverytokenError
 from everytoken.keyed import torch_generator
 from everytoken_lab.engine.distributed import World
-from everytoken_lab.engine.loop import BadLossError, Loop, Stopped
+from everytoken_lab.engine.loop import Loop, Stopped
 from everytoken_lab.engine.options import DataOptions, OptimOptions, RunOptions, TrainOptions
 from everytoken_lab.engine.run_folder import RunFolder, read_run
 from everytoken_lab.engine.task import Task
@@ -583,7 +583,7 @@ def test_bad_updates_are_left_out_on_the_device_and_counted_at_the_log_interval(
 
 
 def test_bad_updates_in_a_row_stop_a_run_on_a_gpu_and_their_count_is_exact(tmp_path):
-    with pytest.raises(BadLossError, match=r"3 updates in a row.*bad-updates\.jsonl.*lower lr"):
+    with pytest.raises(EverytokenError, match=r"3 updates in a row.*bad-updates\.jsonl.*lower lr"):
         on_a_gpu(make(tmp_path, bad_at(1, 3, 4, 5, 6, 7), bad_loss_limit=3, log_interval=50)).run()
     assert [json.loads(line)["step"] for line in (tmp_path / "bad-updates.jsonl").open()] == [1, 3, 4, 5]
     assert final(tmp_path)["step"] == 4  # the last checkpoint before the limit was seen

@@ -4,7 +4,6 @@ import pytest
 import timm
 
 import everytoken  # noqa: F401
-from everytoken_lab.engine.checks import check_options
 from everytoken_lab.engine.options import TrainOptions
 from everytoken_lab.engine.recipe import (
     apply,
@@ -16,6 +15,7 @@ from everytoken_lab.engine.recipe import (
     recipe_names,
 )
 from everytoken_lab.schema import SchemaError
+from everytoken_lab.training.build import check_options
 from everytoken_lab.training.inputs import FINETUNE
 
 CLASSIFIERS = [n for n in recipe_names() if not n.startswith(("segment_", "detect_"))]  # others: tests/transfer

@@ -37,7 +37,7 @@ from everytoken_lab.training import keep as keep_module
 from everytoken_lab.training import tuning as tuning_module
 from everytoken_lab.training.classify import decides_itself
 from everytoken_lab.training.inputs import Inputs
-from everytoken_lab.training.story import Story
+from everytoken_lab.training.tuning import Story
 
 QUIET = {"workers": 0, "device": "cpu", "threads": 1, "batch_size": 12}
 

@@ -36,14 +36,13 @@ from everytoken_lab.engine.distributed import World, pick_device
 from everytoken_lab.engine.held_out import held_out
 from everytoken_lab.engine.loop import run
 from everytoken_lab.engine.optim import default_scaling
-from everytoken_lab.engine.progress import watched
+from everytoken_lab.engine.options import DenseOptions, EvaluateOptions, PredictOptions, check_rate, default_output
 from everytoken_lab.engine.recipe import apply, flat, overrides
 from everytoken_lab.engine.run_folder import Run, RunFolder
-from everytoken_lab.engine.task import Task
+from everytoken_lab.engine.task import Task, watched
 from everytoken_lab.models.description import Description, read_metadata
 from everytoken_lab.models.open import find_weights
 from everytoken_lab.training.batch_picture import IMAGES, pixels_of
-from everytoken_lab.training.options import DenseOptions, EvaluateOptions, PredictOptions, check_rate, default_output
 
 A = TypeVar("A")
 N = TypeVar("N", bound=nn.Module)

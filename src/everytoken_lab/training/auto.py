@@ -66,12 +66,14 @@ from everytoken_lab.models.open import fetch_modern
 from everytoken_lab.training.classify import train_with
 from everytoken_lab.training.inputs import Inputs, complete, has_validation
 from everytoken_lab.training.keep import RIVAL, judges_of, keep, save_answers, training, trainings, words
-from everytoken_lab.training.story import Job, Story, free_memory
 from everytoken_lab.training.tuning import (
     BATCH,
     MOST_EPOCHS,
     USUAL_UPDATES,
+    Job,
+    Story,
     candidate_of,
+    free_memory,
     settings,
     tunable,
     updates_in_time,
@@ -151,8 +153,6 @@ def _open(options: TrainOptions, inputs: Inputs) -> tuple[DataSet, DataSet | Non
             "trained with many (--recipe)"
         )
     train, val = inputs.splits(options)[:2] if has_validation(options) else (inputs.undivided(options), None)
-    if train.num_classes < 2 and not train.multi_label:
-        raise EverytokenError(f"{options.data} has one class only: give every class a folder of its own, at least two")
     if options.maps not in ("", "none") and train.multi_label:
         raise EverytokenError(
             f"maps label tokens with one class per photo, and {options.data} is multi-label: leave --maps out"

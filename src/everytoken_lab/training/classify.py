@@ -24,10 +24,9 @@ from everytoken_lab.engine.accuracy import AnyPredictions, join_predictions, pre
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.loop import run
 from everytoken_lab.engine.options import AutoOptions, TrainOptions
-from everytoken_lab.engine.progress import watched
 from everytoken_lab.engine.recipe import apply, read_recipe
 from everytoken_lab.engine.run_folder import Run, RunFolder
-from everytoken_lab.engine.task import Task
+from everytoken_lab.engine.task import Task, watched
 from everytoken_lab.models.description import timm_config
 from everytoken_lab.training.batch_picture import batch_picture
 from everytoken_lab.training.build import ClassifierSetup, build

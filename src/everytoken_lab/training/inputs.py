@@ -104,6 +104,11 @@ def has_validation(options: TrainOptions) -> bool:
 def _chosen(options: TrainOptions, train: DataSet, val: DataSet) -> tuple[DataSet, DataSet, list[str]]:
     """Without the training images to leave out, and with corrected labels."""
     notes: list[str] = []
+    if train.num_classes < 2 and not train.multi_label:
+        raise EverytokenError(
+            f"{options.data} has one class only ({', '.join(train.class_names)}): give every class a folder of its "
+            "own, at least two"
+        )
     if file := options.dataset.exclude:
         try:
             lines = os.fsdecode(read_bytes(file)).splitlines()
@@ -169,7 +174,6 @@ def complete(
         asked: names of the options that the user gave, which are not changed. Default: those that are not the default.
         assignments: of the kind `objectives.drloc.weight=0.1`, which come last.
         trust_code: whether objectives that a run folder names by import paths may be taken over.
-        inputs: where images and weights are opened.
     """
     inputs = inputs or Inputs()
     if asked is not None and "lr_base" in asked and options.optim.lr:

@@ -24,7 +24,7 @@ from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.engine.accuracy import AnyPredictions, MultiLabelPredictions, Predictions, predictions_of
 from everytoken_lab.engine.checkpoint import write_weights
-from everytoken_lab.engine.distributed import best_device
+from everytoken_lab.engine.distributed import pick_device
 from everytoken_lab.engine.options import TrainOptions
 from everytoken_lab.engine.recipe import apply
 from everytoken_lab.engine.run_folder import CROSS_VALIDATED, RunFolder, read_run
@@ -147,7 +147,7 @@ def mean_model(options: TrainOptions, inputs: Inputs) -> OpenModel:
     for name, value in opened.model.backbone.state_dict().items():
         if name in first and value.is_floating_point():
             value.copy_(torch.lerp(first[name], value, MIX))
-    opened.model.to(options.run.device or best_device())
+    opened.model.to(pick_device(options.run.device))
     return opened
 
 
