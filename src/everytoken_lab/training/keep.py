@@ -126,10 +126,10 @@ def judge(output: Path, options: TrainOptions, inputs: Inputs, crossed: bool) ->
         data, settings = judges.subset(rows.numpy()), EvalOptions(workers=own.dataset.workers, on_bad_image="skip")
         model, view = Voter(opened).eval(), eval_view(opened.info)
         inference = Inference(model, data, view, settings, opened.info.amp_dtype())
-        kept: list[tuple[torch.Tensor, ...]] = []
-        labels = torch.arange(data.num_classes)
-        inference.predictions(labels, keep=lambda *batch: kept.append(batch), multi_label=data.multi_label)  # noqa: B023
-        parts += [(rows[index.cpu()], truth.cpu(), logits.cpu()) for index, truth, logits in kept]
+        for batch, logits in inference.batches():
+            assert batch.indices is not None
+            assert batch.labels is not None
+            parts.append((rows[batch.indices.cpu()], batch.labels.cpu(), logits.cpu()))
         skipped |= inference.bad_images.seen
     index, truth, logits = (torch.cat(values) for values in zip(*parts, strict=True))
     order = index.argsort()
