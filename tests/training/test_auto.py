@@ -399,22 +399,24 @@ def test_the_backbone_to_fine_tune_suits_the_time_and_can_catch_up(seconds, behi
     assert ("Skipping fine-tuning" in "".join(told.lines)) == (chosen is None)
 
 
-def test_without_time_the_linear_head_is_the_result(folder, weights, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(tuning_module, "step_seconds", lambda *_: (500.0, 0.0))
+@pytest.mark.parametrize(
+    ("scarce", "answer", "said"),
+    [
+        ("step_seconds", (500.0, 0.0), "Skipping fine-tuning: 40 updates need about"),
+        ("free_disk", 10_000, "checkpoints need"),
+    ],
+)
+def test_without_time_or_disk_the_linear_head_is_the_result(
+    folder, weights, tmp_path, monkeypatch, caplog, scarce, answer, said
+):
+    monkeypatch.setattr(tuning_module, scarce, lambda *_: answer)
     with caplog.at_level(logging.INFO):
         run = train(folder, weights=weights, out=str(tmp_path / "run"), minutes=1, **QUIET)
-    assert "Skipping fine-tuning: 40 updates need about" in caplog.text
+    assert said in caplog.text
     assert story(run)["result"]["kept"] == "linear"
+    assert not (run.path / "fine-tuned").exists()
     assert open_model(run.path).class_names == ("class-0", "class-1", "class-2")
     assert run.state == "finished"
-
-
-def test_a_disk_without_room_for_checkpoints_is_not_filled(folder, weights, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(tuning_module, "free_disk", lambda path: 10_000)
-    with caplog.at_level(logging.INFO):
-        run = train(folder, weights=weights, out=str(tmp_path / "run"), minutes=5, **QUIET)
-    assert "checkpoints need" in caplog.text
-    assert not (run.path / "fine-tuned").exists()
 
 
 def test_unequal_classes_are_adjusted_for_in_the_head_and_in_training(folder, weights, tmp_path, caplog):
