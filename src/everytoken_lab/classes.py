@@ -297,25 +297,24 @@ def plan_classes(
     if foreign or not names:
         labels = tuple(-1 if number is None else number for number in numbers)
         return ClassPlan(classes.names, classes.count, None, None, labels, "foreign")
-    same, groups = tuple(range(len(names))), None
-    if class_map == SAME_ORDER:
-        if classes.count != len(names):
-            sizes = f"{annotator} has {classes.count}, {data} has {len(names)}"
-            raise ClassError(f"the class map {SAME_ORDER!r} needs as many classes on both sides; {sizes}.")
-        order = ClassList(classes.count).find_all(names)  # folders that are numbers are in the order of the numbers
-        if None not in order and order != list(same):
-            groups = tuple((n,) for n in order if n is not None)
-        return ClassPlan(tuple(names), classes.count, groups, same if groups else None, same, "by order")
-    if class_map:
+    same = tuple(range(len(names)))
+    if class_map and class_map != SAME_ORDER:
         by_class = read_class_map(Path(class_map), classes, names)
         targets = tuple(target for target, group in enumerate(by_class) if group)
         return ClassPlan(tuple(names), len(names), tuple(filter(None, by_class)), targets, same, "by map")
+    if class_map:
+        if classes.count != len(names):
+            sizes = f"{annotator} has {classes.count}, {data} has {len(names)}"
+            raise ClassError(f"the class map {SAME_ORDER!r} needs as many classes on both sides; {sizes}.")
+        numbers = ClassList(classes.count).find_all(names)  # folders that are numbers are in the order of the numbers
+        numbers = list(same) if None in numbers else numbers
     matched = [number for number in numbers if number is not None]
-    if len(matched) < len(names) or len(set(matched)) < len(names):
+    if len(set(matched)) < len(names):
         raise ClassError(_explain(annotator, classes, data, names, numbers))
     if matched == list(range(classes.count)):
-        return ClassPlan(tuple(names), classes.count, None, None, same, "same")
-    return ClassPlan(tuple(names), len(names), tuple((n,) for n in matched), same, same, "by name")
+        return ClassPlan(tuple(names), classes.count, None, None, same, "by order" if class_map else "same")
+    groups = tuple((n,) for n in matched)
+    return ClassPlan(tuple(names), len(names), groups, same, same, "by order" if class_map else "by name")
 
 
 def _explain(annotator: str, classes: ClassList, data: str, names: Sequence[str], numbers: Sequence[int | None]) -> str:

@@ -60,12 +60,6 @@ def test_the_class_table_counts_recall_precision_and_confusion():
     assert rows[3]["recall"] is None  # as in JSON, which has no NaN
 
 
-def test_the_interval_is_wilsons():
-    label = np.zeros(100, int)
-    p = Predictions(np.arange(100), label, (np.arange(100) >= 80).astype(int)[:, None], np.ones(100), np.zeros(100))
-    assert (p.accuracy.low, p.accuracy.high) == (pytest.approx(71.11, abs=0.01), pytest.approx(86.66, abs=0.01))
-
-
 def test_real_labels_judge_by_sets_and_leave_out_empty_ones(tmp_path):
     (tmp_path / "real.json").write_text(json.dumps([[3], [], [1, 4], [2]]))
     labels = read_real(tmp_path / "real.json")

@@ -146,16 +146,13 @@ class Classification(Task):
 
     def finish(self, module: nn.Module) -> None:
         """Accuracy of each class, of the last epoch, with averaged weights if there are any."""
-        if (
-            self.latest is None and self.world.size == 1 and self.is_reported
-        ):  # a run that was killed after its last checkpoint
+        if self.latest is None and self.world.size == 1 and self.is_reported:  # killed after its last checkpoint
             self.latest = self._predictions(module)
         if self.latest is not None:
             self.folder.write("classes.json", plain_json(self.latest.per_class(self.setup.train_set.class_names)))
             score = self.latest.accuracy
-            self.folder.log(
-                f"{self.score_name} {score.value:.2f} % (95 % interval {score.low:.2f} to {score.high:.2f})"
-            )
+            interval = f"95 % interval {score.low:.2f} to {score.high:.2f}"
+            self.folder.log(f"{self.score_name} {score.value:.2f} % ({interval})")
 
 
 def train_with(options: TrainOptions, inputs: Inputs | None = None, reported: bool = True) -> Run:

@@ -109,18 +109,23 @@ def _chosen(options: TrainOptions, train: DataSet, val: DataSet) -> tuple[DataSe
             f"{options.data} has one class only ({', '.join(train.class_names)}): give every class a folder of its "
             "own, at least two"
         )
-    if file := options.dataset.exclude:
-        try:
-            lines = os.fsdecode(read_bytes(file)).splitlines()
-        except OSError as error:
-            raise EverytokenError(f"exclude: {file} cannot be read ({error.strerror})") from error
-        names = {line.partition("\t")[0] for line in lines}  # what follows a tab is a remark
+    if names := excluded(options):
         train = train.subset([i for i, key in enumerate(train.keys()) if key not in names])
         if not len(train):
             raise EverytokenError(f"exclude leaves no images of {train.name}")
     if options.dataset.corrections:
         (train, val), notes = corrected(train, val, Path(options.dataset.corrections))
     return train, val, notes
+
+
+def excluded(options: TrainOptions) -> set[str]:
+    """Names of the training images to leave out."""
+    file = options.dataset.exclude
+    try:
+        lines = os.fsdecode(read_bytes(file)).splitlines() if file else []
+    except OSError as error:
+        raise EverytokenError(f"exclude: {file} cannot be read ({error.strerror})") from error
+    return {line.partition("\t")[0] for line in lines}  # what follows a tab is a remark
 
 
 def corrected(train: DataSet, val: DataSet, file: Path) -> tuple[tuple[DataSet, DataSet], list[str]]:
