@@ -469,11 +469,8 @@ class Loop:
             self._write_best()  # the run may have been killed between this checkpoint and its best weights
         if self.is_done:
             self.folder.log(f"{self.folder.path} is finished: {self.step:,} updates; there is nothing to do")
-        elif self.options.optim.iters:
-            self.folder.log(f"continuing from {newest.name}: {self.step:,} of {self.total:,} updates done")
         else:
-            done = f"{self.position // self.accumulate} of its {self.updates_per_epoch} updates done"
-            self.folder.log(f"continuing from {newest.name}: epoch {self.epoch + 1}, {done}")
+            self.folder.log(f"continuing from {newest.name}: {self.place:,} of {self.total:,} updates done")
 
     def _restore_place(self, state: Mapping[str, Any]) -> None:
         """Epoch and position of a checkpoint, which may have been written with another batch.

@@ -71,18 +71,17 @@ def keep(output: Path, tuning: TrainOptions | None, inputs: Inputs) -> dict[str,
     crossed = read_run(output / "linear").cross_validated
     answers, folds = saved_answers(output / "linear" / CACHE), FOLDS if crossed else 0
     result: dict[str, Any] = {"kept": "linear", "linear": answers.accuracy.value}
-    text, better = "Kept: the linear head", False
+    text, verdict = "Kept: the linear head", ""
     if tuning is not None:
         judged = judge(output, tuning, inputs, crossed)
-        verdict = compared(saved_answers(output / "linear" / RIVAL), judged.calibrated)
-        gain, better = verdict.accuracy, verdict.better
+        gain, verdict, how = compared(saved_answers(output / "linear" / RIVAL), judged.calibrated)
         result |= {"fine-tuned": judged.answers.accuracy.value, "gain": [gain.value, gain.low, gain.high]}
-        text += f". Fine-tuning {'made it worse' if verdict.worse else 'made no clear difference'}: {verdict.words}"
-    if tuning is None or not better:
+        text += f". Fine-tuning {'made it worse' if verdict == 'worse' else 'made no clear difference'}: {how}"
+    if tuning is None or verdict != "better":
         _copy(output / "linear", output)
     else:
         answers, folds = judged.answers, 2 if crossed else 0
-        text = f"Kept: the fine-tuned model, which is better: {verdict.words}"
+        text = f"Kept: the fine-tuned model, which is better: {how}"
         result |= {"kept": "fine-tuned"}
         model, own = judged.model, training(tuning, output)
         if crossed:
@@ -90,10 +89,10 @@ def keep(output: Path, tuning: TrainOptions | None, inputs: Inputs) -> dict[str,
             model = mean_model(own, inputs)
         _save_tuned(output, model, judged, crossed)
     metric = "mAP" if isinstance(answers, MultiLabelPredictions) else "top1"
-    how = f"; models of cross-validation saw {100 - 100 // folds} % of the photos, this one all" if folds else ""
+    saw = f"; models of cross-validation saw {100 - 100 // folds} % of the photos, this one all" if folds else ""
     result |= {"judged on": len(answers), "cross-validated": crossed}
     result |= {metric: answers.accuracy.value, "interval": [answers.accuracy.low, answers.accuracy.high]}
-    return {**result, "text": f"{text}. Expected on new photos: {words(answers, folds)}{how}."}
+    return {**result, "text": f"{text}. Expected on new photos: {words(answers, folds)}{saw}."}
 
 
 @dataclass(frozen=True)
@@ -191,34 +190,23 @@ def _copy(source: Path, output: Path, leave: Sequence[str] = ()) -> None:
             write_atomically(output / name, read_bytes(source / name))
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Two models on the same photos: what the second has more in points, whether it is better, and in words."""
-
-    accuracy: stats.Estimate
-    better: bool
-    worse: bool
-    words: str
-
-
-def compared(first: AnyPredictions, last: AnyPredictions) -> Verdict:
-    """The second model against the first, over the photos that both have answers for.
-
-    A model whose accuracy is clearly worse is never better.
-    """
+def compared(first: AnyPredictions, last: AnyPredictions) -> tuple[stats.Estimate, str, str]:
+    """The second model against the first, over the photos that both have answers for: how many points it has more,
+    "better", "worse" or "" (no clear difference), and in words. One with a clearly worse accuracy is never better."""
     _, one, other = np.intersect1d(first.index, last.index, return_indices=True)
     a, b = first.rows(one), last.rows(other)
     where = f"against a linear head that was fitted on the same photos, on {len(a):,} held-out photos"
     if isinstance(a, MultiLabelPredictions) and isinstance(b, MultiLabelPredictions):
         gain = b.difference(a)
-        better, worse = gain.clear and gain.value > 0, gain.clear and gain.value < 0
-        return Verdict(gain, better, worse, f"mAP {_interval(gain, 1, ' points')} {where}")
+        verdict = "" if not gain.clear else "better" if gain.value > 0 else "worse"
+        return gain, verdict, f"mAP {_interval(gain, 1, ' points')} {where}"
     assert isinstance(a, Predictions)
     assert isinstance(b, Predictions)
     gain, loss = stats.paired_difference(a.correct, b.correct), stats.mean((b.loss - a.loss).tolist())
     worse = (loss.clear and loss.value > 0) or (gain.clear and gain.value < 0)
+    verdict = "worse" if worse else "better" if loss.clear else ""
     text = f"log loss {_interval(loss, 2)}, accuracy {_interval(gain, 1, ' points')} {where}"
-    return Verdict(gain, loss.clear and not worse, worse, text)
+    return gain, verdict, text
 
 
 def _interval(estimate: stats.Estimate, digits: int, unit: str = "") -> str:
