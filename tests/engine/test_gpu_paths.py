@@ -1,4 +1,4 @@
-"""What only exists on CUDA, as far as a CPU can run it: devices, streams, loss scaling, kernels, a second attention."""
+"""What only exists on CUDA, as far as a CPU can run it: devices, streams, kernels, a second attention."""
 
 from contextlib import nullcontext
 
