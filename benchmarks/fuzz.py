@@ -807,7 +807,7 @@ def flips_in_runs(count: int, rng: random.Random, work: Path, photos: Path, run:
         else:
             (copy / name).write_bytes(text)
         train(photos, copy, epochs=3)
-        if name == "best.safetensors":  # the next validation counts as the best, and the log says so
+        if name == "best.safetensors":  # which are not made again
             return end_state(copy, best=False) == end_state(work / "whole", best=False)
         return end_state(copy) == final
 

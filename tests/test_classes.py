@@ -6,7 +6,6 @@ import torch
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.classes import (
-    ClassError,
     ClassList,
     class_finder,
     imagenet_classes,
@@ -55,13 +54,13 @@ def test_a_part_of_imagenets_folders_is_enough():
 
 def test_folders_that_are_no_class_are_named():
     for classes in (ClassList(1000), ClassList(3, ("cat", "dog", "eel")), ClassList(3)):
-        with pytest.raises(ClassError, match="unicorn"):
+        with pytest.raises(EverytokenError, match="unicorn"):
             match_classes(classes, ["cat", "unicorn"], "x")
-    with pytest.raises(ClassError, match="n01440764"):
+    with pytest.raises(EverytokenError, match="n01440764"):
         match_classes(ClassList(1000), ["n01440764"], "r", subset="r")
-    with pytest.raises(ClassError, match="lacks"):
+    with pytest.raises(EverytokenError, match="lacks"):
         match_classes(ClassList(1, ("n01498041",)), ["n01498041"], "a", subset="a")
-    with pytest.raises(ClassError, match="same class"):
+    with pytest.raises(EverytokenError, match="same class"):
         match_classes(ClassList(1000), ["n01440764", "tench"], "x")
     assert np.array_equal(match_classes(ClassList(2), ["left", "right"], "x").labels, [0, 1])
 
@@ -123,7 +122,7 @@ def test_a_dataset_may_have_some_of_the_annotators_classes():
 
 
 def test_unknown_classes_stop_with_the_ways_out():
-    with pytest.raises(ClassError) as caught:
+    with pytest.raises(EverytokenError) as caught:
         plan(["cat", "dgo"])
     text = str(caught.value)
     for part in ("'dgo'", "Did you mean 'dog'", "class_map", "foreign_classes", "annotator fit", "photos"):
@@ -131,11 +130,11 @@ def test_unknown_classes_stop_with_the_ways_out():
 
 
 def test_an_annotator_without_names_is_not_trusted_even_if_the_count_fits():
-    with pytest.raises(ClassError, match="class map 'order'"):
+    with pytest.raises(EverytokenError, match="class map 'order'"):
         plan(["a", "b", "c", "d"], ClassList(4))
     made = plan(["a", "b", "c", "d"], ClassList(4), class_map="order")
     assert (made.how, made.names, made.groups) == ("by order", ("a", "b", "c", "d"), None)
-    with pytest.raises(ClassError, match="as many classes"):
+    with pytest.raises(EverytokenError, match="as many classes"):
         plan(["a", "b", "c"], ClassList(4), class_map="order")
 
 
@@ -150,7 +149,7 @@ def test_images_without_labels_get_the_annotators_classes():
 
 
 def test_a_class_map_and_foreign_classes_exclude_each_other():
-    with pytest.raises(ClassError, match="exclude"):
+    with pytest.raises(EverytokenError, match="exclude"):
         plan(["fox"], class_map="order", foreign=True)
 
 
@@ -176,7 +175,7 @@ def test_class_maps_that_are_wrong_are_refused_with_the_name(tmp_path):
         ("cat,cat\ndog\n", "two cells"),
     ):
         path.write_text(text)
-        with pytest.raises(ClassError, match=said):
+        with pytest.raises(EverytokenError, match=said):
             read_class_map(path, ANIMALS, ["cat", "dog"])
     with pytest.raises(EverytokenError, match="cannot be read"):
         read_class_map(tmp_path / "none.csv", ANIMALS, ["cat"])
@@ -186,12 +185,12 @@ def test_a_name_of_two_imagenet_classes_is_not_guessed():
     known = imagenet_classes()
     assert known.find("crane") is None
     assert {known.find("n02012849"), known.find("n03126707")} == {134, 517}
-    with pytest.raises(ClassError, match="several"):
+    with pytest.raises(EverytokenError, match="several"):
         plan(["crane", "tench"], known)
 
 
 def test_two_folders_of_one_class_are_not_merged_silently():
-    with pytest.raises(ClassError, match="same name"):
+    with pytest.raises(EverytokenError, match="same name"):
         plan(["tench", "n01440764"], imagenet_classes())
 
 

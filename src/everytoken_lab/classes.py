@@ -34,10 +34,6 @@ SUBSETS = {"a": "ImageNet-A", "r": "ImageNet-R"}
 IMAGENET = 1000
 
 
-class ClassError(EverytokenError):
-    """Two lists of classes do not fit together; the message names the ways out."""
-
-
 # Lists of classes
 
 
@@ -73,7 +69,7 @@ class ClassList:
         if found is None and re.fullmatch("[0-9]{1,9}", text):
             found = int(text)
         if found is None or found >= self.count:
-            raise ClassError(
+            raise EverytokenError(
                 f"the model has no class {text!r}, or several.{self.near(text)} Its {self.count} classes are "
                 f"{_some(self.names) or 'not named'}; a number from 0 to {self.count - 1} is accepted, too."
             )
@@ -144,7 +140,7 @@ def imagenet_numbers(classes: ClassList) -> np.ndarray:
     strange = [name for name, number in zip(classes.names, numbers, strict=True) if number is None]
     if strange or not classes.names:
         what = f"such as {strange[0]!r}" if strange else f"{classes.count} without names"
-        raise ClassError(f"ReaL labels are for models of ImageNet's classes; this one has others, {what}")
+        raise EverytokenError(f"ReaL labels are for models of ImageNet's classes; this one has others, {what}")
     return np.array(numbers, np.int64)
 
 
@@ -200,24 +196,24 @@ def match_classes(
         has = _some(classes.names) or f"{classes.count} without names, so the data must have as many, in the same order"
         if model_classes is not classes:
             has = "ImageNet's 1,000 (folders: WordNet ids, names, or numbers 0 to 999)"
-        raise ClassError(
+        raise EverytokenError(
             f"{where}: {len(missing)} of {len(folders)} classes are no class of the model: {_some(missing)}."
             f"{model_classes.near(missing[0])} Its classes are {has}."
         )
     chosen = np.array(outputs, np.int64)
     if repeated := len(chosen) - len(np.unique(chosen)):
-        raise ClassError(f"{where}: {repeated + 1} classes mean the same class of the model; rename them")
+        raise EverytokenError(f"{where}: {repeated + 1} classes mean the same class of the model; rename them")
     if not subset and not restrict:
         return ClassMatch(None, chosen)
     columns = np.sort(chosen)
     if subset:
         known = [model_classes.find(wnid) for wnid in wnids(subset)]
         if None in known:
-            lacking = known.count(None)
-            raise ClassError(f"{SUBSETS[subset]} needs a model that knows its 200 classes; this one lacks {lacking}")
+            lacks = f"this one lacks {known.count(None)}"
+            raise EverytokenError(f"{SUBSETS[subset]} needs a model that knows its 200 classes; {lacks}")
         columns = np.array(known, np.int64)
         if strange := [folder for folder, output in zip(folders, chosen, strict=True) if output not in columns]:
-            raise ClassError(
+            raise EverytokenError(
                 f"{where} has {len(strange)} classes that are not among the 200 of {SUBSETS[subset]}: "
                 f"{_some(strange)}. Is it another dataset?"
             )
@@ -293,29 +289,28 @@ def plan_classes(
     """
     numbers = classes.find_all(names) if classes.names else [classes.find(name) for name in names]
     if foreign and class_map:
-        raise ClassError("a class map and foreign classes exclude each other: choose whose classes the store has.")
+        raise EverytokenError("a class map and foreign classes exclude each other: choose whose classes the store has.")
     if foreign or not names:
         labels = tuple(-1 if number is None else number for number in numbers)
         return ClassPlan(classes.names, classes.count, None, None, labels, "foreign")
-    same, groups = tuple(range(len(names))), None
-    if class_map == SAME_ORDER:
-        if classes.count != len(names):
-            sizes = f"{annotator} has {classes.count}, {data} has {len(names)}"
-            raise ClassError(f"the class map {SAME_ORDER!r} needs as many classes on both sides; {sizes}.")
-        order = ClassList(classes.count).find_all(names)  # folders that are numbers are in the order of the numbers
-        if None not in order and order != list(same):
-            groups = tuple((n,) for n in order if n is not None)
-        return ClassPlan(tuple(names), classes.count, groups, same if groups else None, same, "by order")
-    if class_map:
+    same = tuple(range(len(names)))
+    if class_map and class_map != SAME_ORDER:
         by_class = read_class_map(Path(class_map), classes, names)
         targets = tuple(target for target, group in enumerate(by_class) if group)
         return ClassPlan(tuple(names), len(names), tuple(filter(None, by_class)), targets, same, "by map")
+    if class_map:
+        if classes.count != len(names):
+            sizes = f"{annotator} has {classes.count}, {data} has {len(names)}"
+            raise EverytokenError(f"the class map {SAME_ORDER!r} needs as many classes on both sides; {sizes}.")
+        numbers = ClassList(classes.count).find_all(names)  # folders that are numbers are in the order of the numbers
+        numbers = list(same) if None in numbers else numbers
     matched = [number for number in numbers if number is not None]
-    if len(matched) < len(names) or len(set(matched)) < len(names):
-        raise ClassError(_explain(annotator, classes, data, names, numbers))
+    if len(set(matched)) < len(names):
+        raise EverytokenError(_explain(annotator, classes, data, names, numbers))
     if matched == list(range(classes.count)):
-        return ClassPlan(tuple(names), classes.count, None, None, same, "same")
-    return ClassPlan(tuple(names), len(names), tuple((n,) for n in matched), same, same, "by name")
+        return ClassPlan(tuple(names), classes.count, None, None, same, "by order" if class_map else "same")
+    groups = tuple((n,) for n in matched)
+    return ClassPlan(tuple(names), len(names), groups, same, same, "by order" if class_map else "by name")
 
 
 def _explain(annotator: str, classes: ClassList, data: str, names: Sequence[str], numbers: Sequence[int | None]) -> str:
@@ -348,18 +343,18 @@ def read_class_map(path: Path, classes: ClassList, names: Sequence[str]) -> list
     try:
         rows = list(csv.reader(read_text(path).splitlines()))
     except csv.Error as error:
-        raise ClassError(f"{path} cannot be read as CSV ({error}).") from error
+        raise EverytokenError(f"{path} cannot be read as CSV ({error}).") from error
     for row in rows:
         name, *values = (cell.strip() for cell in row or [""])
         if not any((name, *values)):
             continue
         if len(values) != 1:
-            raise ClassError(f"{path}: a line has two cells, class and model's class; got {','.join(row)!r}.")
+            raise EverytokenError(f"{path}: a line has two cells, class and model's class; got {','.join(row)!r}.")
         if name not in names:
-            raise ClassError(f"{path}: the dataset has no class {name!r}.{did_you_mean(name, names)}")
+            raise EverytokenError(f"{path}: the dataset has no class {name!r}.{did_you_mean(name, names)}")
         groups.setdefault(name, []).extend(classes.number(value) for value in values if value)
     if missing := [name for name in names if name not in groups]:
-        raise ClassError(
+        raise EverytokenError(
             f"{path} says nothing about {len(missing)} of the dataset's {len(names)} classes: {_some(missing)}. "
             "Add them; with an empty value a class gets no scores."
         )

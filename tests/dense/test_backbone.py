@@ -11,9 +11,9 @@ import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
 from everytoken_lab.dense.backbone import Features, build_features, name_weights
 from everytoken_lab.dense.segment.model import SideLayers
+from everytoken_lab.engine.options import BackboneOptions
 from everytoken_lab.models.description import Description
 from everytoken_lab.models.open import open_weights
-from everytoken_lab.training.options import BackboneOptions
 
 
 def map_sizes(features: Features, size: tuple[int, int]) -> list[tuple[int, ...]]:

@@ -23,7 +23,7 @@ from everytoken_lab.dense.detect.model import (
     pool_regions,
 )
 from everytoken_lab.dense.detect.options import NEW_RUN, DetectAugment, DetectOptions, DetectorOptions, FindOptions
-from everytoken_lab.training.options import BackboneOptions
+from everytoken_lab.engine.options import BackboneOptions
 
 CODES = [(10, 10, 5, 5), (20, 20, 10, 10), (1 / 0.033, 1 / 0.033, 1 / 0.067, 1 / 0.067)]
 IOUS = [0.5, 0.6, 0.7]

@@ -18,7 +18,7 @@ from everytoken_lab.dense.segment.model import Segmenter, load_segmenter
 from everytoken_lab.dense.segment.options import EvalOptions, MaskOptions
 from everytoken_lab.dense.segment.task import SegmentTask
 from everytoken_lab.draw import colour_of, palette_image, rgb
-from everytoken_lab.training.options import BackboneOptions
+from everytoken_lab.engine.options import BackboneOptions
 
 TINY = [
     *("--model", "vit_tiny_patch16_224", "--channels", "24", "--pyramid-channels", "32", "--aux-channels", "16"),

@@ -29,9 +29,9 @@ from everytoken_lab.dense.segment.model import (
     pixel_loss,
 )
 from everytoken_lab.dense.segment.options import NEW_RUN, DecoderOptions, EvalOptions, SegmentOptions
+from everytoken_lab.engine.options import BackboneOptions
 from everytoken_lab.engine.recipe import apply, header, read_recipe, recipe_names
 from everytoken_lab.models.description import Description
-from everytoken_lab.training.options import BackboneOptions
 
 
 @pytest.mark.parametrize("name", [n for n in recipe_names() if n.startswith("segment_")])

@@ -9,7 +9,7 @@ import torch
 from everytoken.errors import EverytokenError
 from everytoken_lab.calibration import calibration_error
 from everytoken_lab.classes import ClassList, imagenet_numbers
-from everytoken_lab.engine.accuracy import Predictions, read_real, real_accuracy
+from everytoken_lab.engine.accuracy import Predictions, join_predictions, read_real, real_accuracy
 
 
 def predictions(n=50, k=7, seed=0):
@@ -43,11 +43,11 @@ def test_calibration_error_equals_a_loop_over_bins():
 def test_joining_parts_restores_the_order_and_drops_repetitions():
     _, _, whole = predictions(20)
     pick = lambda i: Predictions(*(getattr(whole, f)[i] for f in ("index", "label", "top", "confidence", "loss")))  # noqa: E731
-    joined = Predictions.join([pick(np.arange(19, -1, -2)), pick(np.arange(0, 20, 2)), pick(np.array([3, 4]))])
+    joined = join_predictions([pick(np.arange(19, -1, -2)), pick(np.arange(0, 20, 2)), pick(np.array([3, 4]))])
     assert np.array_equal(joined.index, whole.index)
     assert np.array_equal(joined.top, whole.top)
     with pytest.raises(EverytokenError, match="no images"):
-        Predictions.join([])
+        join_predictions([])
 
 
 def test_the_class_table_counts_recall_precision_and_confusion():
@@ -58,12 +58,6 @@ def test_the_class_table_counts_recall_precision_and_confusion():
     assert (rows[0]["recall"], rows[0]["precision"], rows[0]["taken for"]) == (pytest.approx(100 / 3), 50, "b")
     assert rows[2]["recall"] == 0
     assert rows[3]["recall"] is None  # as in JSON, which has no NaN
-
-
-def test_the_interval_is_wilsons():
-    label = np.zeros(100, int)
-    p = Predictions(np.arange(100), label, (np.arange(100) >= 80).astype(int)[:, None], np.ones(100), np.zeros(100))
-    assert (p.accuracy.low, p.accuracy.high) == (pytest.approx(71.11, abs=0.01), pytest.approx(86.66, abs=0.01))
 
 
 def test_real_labels_judge_by_sets_and_leave_out_empty_ones(tmp_path):

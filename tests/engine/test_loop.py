@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ from torch import nn
 
 from everytoken.errors import EverytokenError
 from everytoken.keyed import torch_generator
-from everytoken.models.weights import check_weights
 from everytoken_lab.engine.distributed import World
-from everytoken_lab.engine.loop import BadLossError, Loop, Stopped
+from everytoken_lab.engine.loop import Loop, Stopped
 from everytoken_lab.engine.options import DataOptions, OptimOptions, RunOptions, TrainOptions
 from everytoken_lab.engine.run_folder import RunFolder, read_run
 from everytoken_lab.engine.task import Task
@@ -526,18 +524,6 @@ def test_the_first_process_decides_when_a_timed_checkpoint_is_due(tmp_path, monk
     assert saved == ({8} if saves else set())
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda best: best.write_bytes(best.read_bytes()[:-1] + b"?")])
-def test_best_weights_that_are_damaged_or_gone_are_named_and_the_next_ones_count(tmp_path, damage):
-    with pytest.raises(CutError):
-        make(tmp_path / "run", cut_at(17)).run()
-    best = tmp_path / "run" / "best.safetensors"
-    damage(best)
-    make(tmp_path / "run").run()
-    assert "the next validation counts as the best" in (tmp_path / "run" / "log.txt").read_text()
-    check_weights(best)
-    assert summary_of(tmp_path / "run")["best"]["step"] == 18
-
-
 def test_a_changed_record_of_the_options_is_not_taken_for_another_run(undisturbed, tmp_path):
     with pytest.raises(CutError):
         make(tmp_path / "run", cut_at(9)).run()
@@ -597,7 +583,7 @@ def test_bad_updates_are_left_out_on_the_device_and_counted_at_the_log_interval(
 
 
 def test_bad_updates_in_a_row_stop_a_run_on_a_gpu_and_their_count_is_exact(tmp_path):
-    with pytest.raises(BadLossError, match=r"3 updates in a row.*bad-updates\.jsonl.*lower lr"):
+    with pytest.raises(EverytokenError, match=r"3 updates in a row.*bad-updates\.jsonl.*lower lr"):
         on_a_gpu(make(tmp_path, bad_at(1, 3, 4, 5, 6, 7), bad_loss_limit=3, log_interval=50)).run()
     assert [json.loads(line)["step"] for line in (tmp_path / "bad-updates.jsonl").open()] == [1, 3, 4, 5]
     assert final(tmp_path)["step"] == 4  # the last checkpoint before the limit was seen

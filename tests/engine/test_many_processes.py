@@ -1,6 +1,5 @@
 """Two gloo processes on this machine: DDP equals one process, a lost rank ends the job clearly."""
 
-import json
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 from everytoken.files import Lock
 from everytoken_lab.cli import main
 from everytoken_lab.engine.distributed import World
+from everytoken_lab.engine.run_folder import read_run
 from tests.engine.test_loop import make
 
 pytestmark = pytest.mark.timeout(900)  # every test starts the whole program several times
@@ -34,24 +34,17 @@ def weights(folder):
     return load_file(sorted((folder / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
 
 
-def epochs(folder):
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if row["kind"] == "epoch"]
-
-
 def test_two_processes_train_and_validate_as_one_with_the_same_global_batch(photos, tmp_path, start_ranks):
     assert main(["train", str(photos), *TINY, "--out", str(tmp_path / "one"), "--batch-size", "12"]) == 0
     finish(start_ranks(2, "train", photos, *TINY, "--out", tmp_path / "two", "--batch-size", "6"))
     first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name, value in first.items():
         assert torch.allclose(value, second[name], atol=1e-5), name
-    a, b = epochs(tmp_path / "one")[0], epochs(tmp_path / "two")[0]
+    runs = [read_run(tmp_path / name) for name in ("one", "two")]
+    a, b = (run.epochs[0] for run in runs)
     assert a["score"] == b["score"]  # 12 validation images, exactly once each
     assert a["val_loss"] == pytest.approx(b["val_loss"], abs=1e-5)
-    losses = [
-        [json.loads(line)["loss"] for line in (f / "metrics.jsonl").read_text().splitlines() if '"step"' in line[:16]]
-        for f in (tmp_path / "one", tmp_path / "two")
-    ]
+    losses = [[row["loss"] for row in run.steps] for run in runs]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 

@@ -180,7 +180,7 @@ def test_validation_while_training_on_a_gpu_runs_under_autocast_and_waits_when_a
                 data=str(photos),
                 model=ModelOptions(model="test_efficientnet", img_size=32, channels_last=channels_last),
                 dataset=DataOptions(batch_size=5, workers=0),
-                optim=OptimOptions(amp=amp, amp_dtype="bfloat16"),
+                optim=OptimOptions(amp=amp),
                 run=RunOptions(device=world.device.type),
                 objectives={"hard": {}},
             )

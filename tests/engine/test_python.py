@@ -17,17 +17,9 @@ from everytoken_lab.training.build import check_held_out
 from everytoken_lab.training.classify import train
 from everytoken_lab.training.inputs import Inputs
 
-TINY = {
-    "model": "vit_tiny_patch16_224",
-    "img_size": 32,
-    "workers": 0,
-    "batch_size": 8,
-    "epochs": 1,
-    "threads": 1,
-    "model_kwargs": {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2},
-    "device": "cpu",
-    "warmup_epochs": 0,
-}
+TINY = {"model": "vit_tiny_patch16_224", "img_size": 32, "batch_size": 8, "workers": 0, "device": "cpu"}
+TINY |= {"warmup_epochs": 0, "epochs": 1, "threads": 1}
+TINY["model_kwargs"] = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
 
 @pytest.fixture(scope="module")

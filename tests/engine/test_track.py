@@ -11,16 +11,8 @@ from everytoken_lab.engine.options import RunOptions
 from everytoken_lab.engine.run_folder import RunFolder
 from everytoken_lab.training.classify import train
 
-QUICK = {
-    "model": "vit_nano_patch4_32",
-    "img_size": 32,
-    "batch_size": 4,
-    "workers": 0,
-    "warmup_epochs": 0,
-    "aa": "",
-    "device": "cpu",
-    "log_interval": 1,
-}
+QUICK = {"model": "vit_nano_patch4_32", "img_size": 32, "batch_size": 4, "workers": 0, "device": "cpu"}
+QUICK |= {"warmup_epochs": 0, "aa": "", "log_interval": 1}
 
 
 @pytest.fixture

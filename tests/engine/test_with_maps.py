@@ -45,16 +45,11 @@ def foreign(photos, tmp_path_factory):
     return make_store(photos, tmp_path_factory.mktemp("maps") / "foreign", [f"thing {i}" for i in range(9)])
 
 
-def terms(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {key for row in rows if row["kind"] == "step" for key in row}
-
-
 @pytest.mark.parametrize("mixing", ["mixtoken: {}", "mixup: {}", "compose: {mixup: {}, mixtoken: {}}"])
 def test_token_labeling_trains_with_every_kind_of_mixing(photos, own, tmp_path, mixing):
     words = ["--maps", str(own), "--set", "objectives.token_labeling={beta: 0.5}", "--set", f"mixing={{{mixing}}}"]
     assert main(["train", str(photos), *TINY, *words, "--out", str(tmp_path)]) == 0
-    assert {"token_labeling/class", "token_labeling/token"} <= terms(tmp_path)
+    assert {"token_labeling/class", "token_labeling/token"} <= set(read_run(tmp_path).terms)
     loaded = open_model(tmp_path)
     assert loaded.info.token_class_names == ("class-0", "class-1", "class-2")
     assert loaded.model.token_head is not None
@@ -114,7 +109,7 @@ def test_a_trained_run_teaches_online_and_by_distillation(photos, tmp_path):
     for name in ("online_token", "distillation"):
         words = [*teacher, "--set", f"objectives.{name}={{}}", "--out", str(tmp_path / name)]
         assert main(["train", str(photos), *TINY, *words]) == 0
-        assert any(key.startswith(name) for key in terms(tmp_path / name))
+        assert any(key.startswith(name) for key in set(read_run(tmp_path / name).terms))
 
 
 def test_stored_features_teach_and_score_maps_are_no_features(photos, foreign, tmp_path, capsys):
@@ -123,7 +118,7 @@ def test_stored_features_teach_and_score_maps_are_no_features(photos, foreign, t
     assert "keeps the best 2 of 9 classes, so these are no features" in capsys.readouterr().err
     features = make_store(photos, tmp_path / "features", [f"channel {i}" for i in range(4)], top=4)
     assert main([*words, "--maps", str(features)]) == 0
-    assert "feature_distillation/token" in terms(tmp_path / "run")
+    assert "feature_distillation/token" in set(read_run(tmp_path / "run").terms)
 
 
 def test_the_network_that_fit_has_kept_can_teach(photos, backbone, tmp_path):
@@ -131,4 +126,4 @@ def test_the_network_that_fit_has_kept_can_teach(photos, backbone, tmp_path):
     assert main(["annotate", str(photos), "--out", str(tmp_path / "maps"), *fit]) == 0
     words = ["--teacher", str(tmp_path / "maps/annotator"), "--set", "objectives.online_token={}"]
     assert main(["train", str(photos), *TINY, *words, "--out", str(tmp_path / "run")]) == 0
-    assert "online_token/token" in terms(tmp_path / "run")
+    assert "online_token/token" in set(read_run(tmp_path / "run").terms)

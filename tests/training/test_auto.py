@@ -37,7 +37,7 @@ from everytoken_lab.training import keep as keep_module
 from everytoken_lab.training import tuning as tuning_module
 from everytoken_lab.training.classify import decides_itself
 from everytoken_lab.training.inputs import Inputs
-from everytoken_lab.training.story import Story
+from everytoken_lab.training.tuning import Story
 
 QUIET = {"workers": 0, "device": "cpu", "threads": 1, "batch_size": 12}
 
@@ -216,8 +216,7 @@ def test_a_better_fine_tuned_model_is_trained_on_all_photos_and_judged_by_its_tw
     folder, weights, tmp_path, monkeypatch, divided, capsys
 ):
     monkeypatch.setattr(keep_module, "MIX", 0.5)
-    better = keep_module.Verdict(stats.Estimate(5.0, 1.0, 9.0), True, False, "by far")
-    monkeypatch.setattr(keep_module, "compared", lambda *_: better)
+    monkeypatch.setattr(keep_module, "compared", lambda *_: (stats.Estimate(5.0, 1.0, 9.0), "better", "by far"))
     data = folder if divided else folder / "train"
     run = train(data, weights=weights, out=str(tmp_path / "run"), epochs=2, minutes=5, lr=0.01, **QUIET)
     content = story(run)["result"]
@@ -253,7 +252,7 @@ def test_a_better_fine_tuned_model_is_trained_on_all_photos_and_judged_by_its_tw
     ("loss", "wrong", "verdict", "words"),
     [
         (0.05, 9, "better", "log loss -0.05 (95 % interval -0.0"),  # as many right answers, surer ones
-        (0.1, 9, "neither", "log loss +0.00"),
+        (0.1, 9, "", "log loss +0.00"),
         (0.15, 9, "worse", "log loss +0.05"),
         (0.05, 20, "worse", "accuracy -50.0 points"),  # sure of the wrong answers only
     ],
@@ -264,9 +263,9 @@ def test_a_model_is_better_only_beyond_chance(loss, wrong, verdict, words):
         top = np.where(correct, 0, 1)[:, None]
         return Predictions(np.arange(20), label, top, np.full(20, 0.9), loss + (loss != 0.1) * noise)
 
-    found = keep_module.compared(answers(np.arange(20) >= 10, 0.1), answers(np.arange(20) >= wrong, loss))
-    assert (found.better, found.worse) == (verdict == "better", verdict == "worse")
-    assert words in found.words
+    _, found, how = keep_module.compared(answers(np.arange(20) >= 10, 0.1), answers(np.arange(20) >= wrong, loss))
+    assert found == verdict
+    assert words in how
 
 
 def test_maps_that_know_less_than_the_head_they_come_from_are_refused(folder, weights, monkeypatch, tmp_path):
@@ -399,22 +398,24 @@ def test_the_backbone_to_fine_tune_suits_the_time_and_can_catch_up(seconds, behi
     assert ("Skipping fine-tuning" in "".join(told.lines)) == (chosen is None)
 
 
-def test_without_time_the_linear_head_is_the_result(folder, weights, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(tuning_module, "step_seconds", lambda *_: (500.0, 0.0))
+@pytest.mark.parametrize(
+    ("scarce", "answer", "said"),
+    [
+        ("step_seconds", (500.0, 0.0), "Skipping fine-tuning: 40 updates need about"),
+        ("free_disk", 10_000, "checkpoints need"),
+    ],
+)
+def test_without_time_or_disk_the_linear_head_is_the_result(
+    folder, weights, tmp_path, monkeypatch, caplog, scarce, answer, said
+):
+    monkeypatch.setattr(tuning_module, scarce, lambda *_: answer)
     with caplog.at_level(logging.INFO):
         run = train(folder, weights=weights, out=str(tmp_path / "run"), minutes=1, **QUIET)
-    assert "Skipping fine-tuning: 40 updates need about" in caplog.text
+    assert said in caplog.text
     assert story(run)["result"]["kept"] == "linear"
+    assert not (run.path / "fine-tuned").exists()
     assert open_model(run.path).class_names == ("class-0", "class-1", "class-2")
     assert run.state == "finished"
-
-
-def test_a_disk_without_room_for_checkpoints_is_not_filled(folder, weights, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(tuning_module, "free_disk", lambda path: 10_000)
-    with caplog.at_level(logging.INFO):
-        run = train(folder, weights=weights, out=str(tmp_path / "run"), minutes=5, **QUIET)
-    assert "checkpoints need" in caplog.text
-    assert not (run.path / "fine-tuned").exists()
 
 
 def test_unequal_classes_are_adjusted_for_in_the_head_and_in_training(folder, weights, tmp_path, caplog):

@@ -21,17 +21,8 @@ from everytoken_lab.training import batch_picture
 from everytoken_lab.training.classify import Classification, train
 
 NAMES = ["cat", "dog", "owl", "fox"]
-QUICK = {
-    "model": "vit_nano_patch4_32",
-    "img_size": 32,
-    "batch_size": 8,
-    "workers": 0,
-    "warmup_epochs": 0,
-    "aa": "",
-    "device": "cpu",
-    "epochs": 1,
-    "threads": 1,
-}
+QUICK = {"model": "vit_nano_patch4_32", "img_size": 32, "batch_size": 8, "workers": 0, "device": "cpu"}
+QUICK |= {"warmup_epochs": 0, "aa": "", "epochs": 1, "threads": 1}
 
 
 @pytest.fixture(autouse=True)

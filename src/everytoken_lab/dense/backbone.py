@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
 from everytoken.models.families import UnsupportedModelError
+from everytoken_lab.engine.options import BackboneOptions
 from everytoken_lab.models.description import Description, check_architecture
 from everytoken_lab.models.open import open_weights
-from everytoken_lab.training.options import BackboneOptions
 
 logger = logging.getLogger(__name__)
 

@@ -36,14 +36,13 @@ from everytoken_lab.engine.distributed import World, pick_device
 from everytoken_lab.engine.held_out import held_out
 from everytoken_lab.engine.loop import run
 from everytoken_lab.engine.optim import default_scaling
-from everytoken_lab.engine.progress import watched
+from everytoken_lab.engine.options import DenseOptions, EvaluateOptions, PredictOptions, check_rate, default_output
 from everytoken_lab.engine.recipe import apply, flat, overrides
 from everytoken_lab.engine.run_folder import Run, RunFolder
-from everytoken_lab.engine.task import Task
+from everytoken_lab.engine.task import Task, watched
 from everytoken_lab.models.description import Description, read_metadata
 from everytoken_lab.models.open import find_weights
 from everytoken_lab.training.batch_picture import IMAGES, pixels_of
-from everytoken_lab.training.options import DenseOptions, EvaluateOptions, PredictOptions, check_rate, default_output
 
 A = TypeVar("A")
 N = TypeVar("N", bound=nn.Module)
@@ -168,7 +167,7 @@ class DenseTask(Task):
         if world.size > 1 and world.device.type == "cuda":
             network = convert_sync_batchnorm(network)  # timm's: torch's would drop the activations of timm's norms
         super().__init__(DenseStep(network), options, world, folder)
-        backbone = replace(info.backbone, amp=options.optim.amp_dtype if options.optim.amp else "")
+        backbone = replace(info.backbone, amp="bfloat16" if options.optim.amp else "")
         self.info = replace(info, backbone=backbone)
         self.train_set, self.val_set = readers[0].data, readers[1].data
         self.train_loader = self.loader(readers[0], batch_size=options.dataset.batch_size, train=True)

@@ -41,8 +41,7 @@ def _device() -> Finding:
         devices = range(torch.cuda.device_count())
         free = (torch.cuda.mem_get_info(i)[0] / 1e9 for i in devices)
         what = "; ".join(f"{torch.cuda.get_device_name(i)}, {gb:.1f} GB free" for i, gb in enumerate(free))
-        kind = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
-        todo = f"Use --amp --amp-dtype {kind}." + (" torchrun uses all GPUs." if len(devices) > 1 else "")
+        todo = "Use --amp." + (" torchrun uses all GPUs." if len(devices) > 1 else "")
         return Finding("note", "gpu", what, "GPU", todo)
     if torch.backends.mps.is_available():
         todo = "It is used by default, but nobody has tested it: compare with --device cpu before you rely on it."

@@ -25,7 +25,7 @@ def examine_run(path: Path, tell: Callable[[int, int], None]) -> Iterator[Findin
         yield Finding("note", "run-unfinished", what, where, "The same `everytoken train` command resumes.")
     if run.bad_updates:
         what = f"{run.bad_updates} updates were left out because the loss was not finite"
-        todo = "Try a lower --lr, --clip-grad 1 or --amp-dtype bfloat16; bad-updates.jsonl names the images."
+        todo = "Try a lower --lr, --clip-grad 1 or no --amp; bad-updates.jsonl names the images."
         yield Finding("warning", "run-bad-updates", what, where, todo)
     if run.skipped:
         listed = [f"{key}: {why}" for key, why in run.skipped.items()]

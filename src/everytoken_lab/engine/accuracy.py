@@ -38,15 +38,6 @@ class _PerImage:
     def __len__(self) -> int:
         return len(self.index)
 
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """Parts of a set, from batches or processes -> the whole, sorted by index, without repetitions."""
-        if not parts:
-            raise EverytokenError("there are no images to evaluate")
-        joined = {f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)}
-        _, first = np.unique(joined["index"], return_index=True)
-        return cls(**{name: values[first] for name, values in joined.items()})
-
     def rows(self, chosen: np.ndarray) -> Self:
         """Some of the images, by their rows."""
         return type(self)(**{name: values[chosen] for name, values in vars(self).items()})
@@ -118,14 +109,6 @@ class Predictions(_PerImage):
             "ece": 100 * calibration_error(self.confidence, self.correct),
         }
 
-    def label_text(self, row: int, names: Sequence[str]) -> str:
-        """The label of a row in words."""
-        return names[int(self.label[row])]
-
-    def answer_text(self, row: int, names: Sequence[str]) -> str:
-        """The answer for a row in words."""
-        return names[int(self.top[row, 0])]
-
     def _of_class(self, k: int) -> tuple[np.ndarray, np.ndarray]:
         return self.label == k, self.top[:, 0] == k
 
@@ -164,14 +147,6 @@ class MultiLabelPredictions(_PerImage):
     def confidence(self) -> np.ndarray:
         """[N] probability of the likeliest class."""
         return sigmoid(self.logits.max(1))
-
-    def label_text(self, row: int, names: Sequence[str]) -> str:
-        """The labels of a row in words."""
-        return ", ".join(names[k] for k in np.flatnonzero(self.label[row]).tolist()) or "none"
-
-    def answer_text(self, row: int, names: Sequence[str]) -> str:
-        """The classes of a row that are likelier than a half, in words."""
-        return ", ".join(names[k] for k in np.flatnonzero(self.logits[row] > 0).tolist()) or "none"
 
     def summary(self) -> dict[str, float]:
         """mAP, F1 (percent), loss (per image, added up over the classes)."""
@@ -244,10 +219,12 @@ def predictions_of(index: Tensor, label: Tensor, logits: Tensor) -> AnyPredictio
 
 
 def join_predictions(parts: Sequence[AnyPredictions]) -> AnyPredictions:
-    """Parts of a set, all of one kind -> the whole."""
-    kind: Any = type(parts[0]) if parts else Predictions
-    joined: AnyPredictions = kind.join(parts)
-    return joined
+    """Parts of a set, from batches or processes -> the whole, sorted by index, without repetitions."""
+    if not parts:
+        raise EverytokenError("there are no images to evaluate")
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])}
+    _, first = np.unique(joined["index"], return_index=True)
+    return type(parts[0])(**{name: values[first] for name, values in joined.items()})
 
 
 def average_precision(scores: np.ndarray, positive: np.ndarray) -> float:

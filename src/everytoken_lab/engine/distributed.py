@@ -105,54 +105,38 @@ class World:
             mark.unlink(missing_ok=True)
 
 
-def best_device() -> str:
-    """cuda, mps or cpu, the first there is."""
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def check_device(name: str) -> None:
-    """Raise if torch cannot compute there; an empty name stands for the best device available."""
+def pick_device(name: str) -> str:
+    """The device that was asked for, if torch finds it; else the first that there is of cuda, mps and cpu."""
     kind, _, number = name.partition(":")
-    if not name or kind == "cpu":
-        return
+    if not name:
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if kind == "cpu":
+        return name
     if kind not in ("cuda", "mps") or (number and not number.isdecimal()):
         raise EverytokenError(f"device is {name!r}; it can be cpu, cuda, cuda:1 and so on, or mps")
     there = torch.cuda.device_count() if kind == "cuda" else int(torch.backends.mps.is_available())
     if int(number or 0) >= there:
         found = f"{there or 'no'} such device{'s' if there != 1 else ''} on this machine"
         raise EverytokenError(f"device is {name!r}, and torch finds {found}; take cpu, or leave it out")
-
-
-def pick_device(name: str) -> str:
-    """The device that was asked for, if it is there; the best one if none was."""
-    check_device(name)
-    return name or best_device()
+    return name
 
 
 @contextmanager
-def kernel_settings(device: torch.device, deterministic: bool = False) -> Iterator[None]:
-    """Kernels for a training on `device`, or only those that repeat to the bit; restores the settings afterwards.
+def kernel_settings(device: torch.device) -> Iterator[None]:
+    """Kernels for a training on CUDA; restores the settings afterwards.
 
-    On CUDA, float32 matrix products and convolutions may use TF32, and cuDNN tries its algorithms once per shape.
+    Float32 matrix products and convolutions may use TF32, and cuDNN tries its algorithms once per shape.
     """
     cudnn = torch.backends.cudnn
-    before = (
-        torch.get_float32_matmul_precision(),
-        (cudnn.benchmark, cudnn.deterministic),
-        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-    )
+    precision, benchmark = torch.get_float32_matmul_precision(), cudnn.benchmark
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-        cudnn.benchmark, cudnn.deterministic = not deterministic, deterministic
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed buffer
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        cudnn.benchmark = True
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        cudnn.benchmark, cudnn.deterministic = before[1]
-        torch.use_deterministic_algorithms(before[2][0], warn_only=before[2][1])
+        torch.set_float32_matmul_precision(precision)
+        cudnn.benchmark = benchmark
 
 
 @contextmanager

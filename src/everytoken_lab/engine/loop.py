@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,34 +29,29 @@ from torch import Tensor, nn
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
 from everytoken.keyed import StepKey, generator
-from everytoken.models.weights import WeightsError, check_weights
 from everytoken_lab.engine import checkpoint, distributed
-from everytoken_lab.engine.checks import check_loop
-from everytoken_lab.engine.distributed import World, distribute, join_world, kernel_settings
+from everytoken_lab.engine.distributed import World, distribute, join_world, kernel_settings, mean_over
 from everytoken_lab.engine.optim import (
     RunningStatistics,
     build_optimizer,
     build_schedule,
+    check_loop,
     learning_rate,
     prepare_fused,
     step_unless,
 )
 from everytoken_lab.engine.options import LoopOptions, how_to_run
-from everytoken_lab.engine.progress import TrainingProgress
 from everytoken_lab.engine.recipe import flat
 from everytoken_lab.engine.run_folder import PUBLISHED, Run, RunFolder
 from everytoken_lab.engine.task import Task
 from everytoken_lab.engine.track import build_trackers
+from everytoken_lab.progress import Progress, clock
 
 _QUICK = 120  # seconds: the report evaluates the best weights once more if a validation takes less
 _TALK_EVERY = 8  # updates after which processes agree on stopping and saving
 _READ_EVERY = 1000  # updates at most whose flags stay on the device
 _SAME_RUN = ("model", "model_kwargs", "img_size", "seed", "data", "maps", "weights")
 _PATHS = ("data", "maps", "weights")
-
-
-class BadLossError(EverytokenError):
-    """The loss was not finite too often."""
 
 
 class Stopped(EverytokenError):  # noqa: N818  (not an error)
@@ -75,7 +71,7 @@ def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output:
     check_loop(options)
     if options.run.threads:
         torch.set_num_threads(options.run.threads)
-    with join_world(options.run.device) as world, kernel_settings(world.device, options.run.deterministic):
+    with join_world(options.run.device) as world, kernel_settings(world.device):
         torch.manual_seed(options.run.seed)  # of fresh weights
         folder = RunFolder(output, writable=world.is_main)
         with closing(build(world, folder)) as task, ExitStack() as stack:
@@ -118,8 +114,6 @@ class Loop:
         # an update may span two passes over the data if updates are counted; an epoch is a whole number of updates
         self.batches_per_epoch = task.batches_per_epoch if optim.iters else self.updates_per_epoch * self.accumulate
         self.epochs = round(self.total * self.accumulate / self.batches_per_epoch, 4)
-        scaled = optim.amp and optim.amp_dtype == "float16"
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
         self.step = self.epoch = self.position = 0
         self.best: dict[str, Any] = {}
         self.bad_in_row = self.bad_total = 0
@@ -168,7 +162,7 @@ class Loop:
         self._finish()
 
     def facts(self) -> dict[str, str]:
-        """The plan as rows of a table."""
+        """The plan, for the log."""
         optim, batch = self.options.optim, self.options.dataset.batch_size
         return {
             **self.task.facts(),
@@ -237,7 +231,7 @@ class Loop:
             with nullcontext() if part == self.accumulate - 1 else task.no_sync():
                 with task.autocast():
                     answer = task(batch)
-                self.scaler.scale(answer["loss"] / self.accumulate).backward()
+                (answer["loss"] / self.accumulate).backward()
             for name, value in answer.items():
                 if name != "output":
                     terms[name] = terms.get(name, 0) + value.detach() / self.accumulate
@@ -249,7 +243,6 @@ class Loop:
 
     def _apply(self, terms: dict[str, Tensor], keys: list[str]) -> None:
         """Clip, step, schedule, average. Nothing here waits for the device: see `read_flags`."""
-        self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = distributed.whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if self.options.optim.clip_grad:
@@ -258,10 +251,7 @@ class Loop:
         bad = ~torch.isfinite(norm)
         step_unless(self.optimizer, bad)
         self.statistics.restore_if(bad)
-        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.scaler.is_enabled():  # a gradient that its scale made too large for float16 is nothing to report
-            bad = bad & ~torch.isfinite(terms["loss"])
         terms["grad_norm"] = norm
         self.unread.append((bad, self.step, terms, keys))
         self.step += 1
@@ -274,29 +264,24 @@ class Loop:
         Asking waits for the device, so it is done once for all of them: at the log interval and before a checkpoint.
 
         Raises:
-            BadLossError: too many in a row.
+            EverytokenError: too many in a row.
         """
         unread, self.unread = self.unread, []
-        if not unread:
-            return
-        flags = torch.stack([bad for bad, *_ in unread])
-        if self.scaler.is_enabled():  # losses are of this process; gradients are everybody's
-            flags = self.world.add(flags.int()) > 0
-        for bad, (_, step, terms, keys) in zip(flags.tolist(), unread, strict=True):
+        flags = torch.stack([bad for bad, *_ in unread]).tolist() if unread else []
+        for bad, (_, step, terms, keys) in zip(flags, unread, strict=True):
             self.bad_in_row = self.bad_in_row + 1 if bad else 0
-            if bad:
-                self._bad_update(step, terms, keys)
-
-    def _bad_update(self, step: int, terms: Mapping[str, Tensor], keys: list[str]) -> None:
-        self.bad_total += 1
-        values = {name: float(value) for name, value in terms.items()}
-        self.folder.log(f"update {step}: the loss or its gradient is not finite ({values}); the update was left out")
-        self.folder.append("bad-updates.jsonl", {"step": step, "terms": str(values), "images": keys})
-        if self.bad_in_row >= self.options.run.bad_loss_limit:
-            raise BadLossError(
-                f"{self.bad_in_row} updates in a row had a loss that is not finite; their images are listed in "
-                f"{self.folder.path / 'bad-updates.jsonl'}. Try a lower lr, clip_grad 1, amp_dtype bfloat16 or no amp."
-            )
+            if not bad:
+                continue
+            self.bad_total += 1
+            values = {name: float(value) for name, value in terms.items()}
+            what = f"the loss or its gradient is not finite ({values}); the update was left out"
+            self.folder.log(f"update {step}: {what}")
+            self.folder.append("bad-updates.jsonl", {"step": step, "terms": str(values), "images": keys})
+            if self.bad_in_row >= self.options.run.bad_loss_limit:
+                raise EverytokenError(
+                    f"{self.bad_in_row} updates in a row had a loss that is not finite; their images are listed in "
+                    f"{self.folder.path / 'bad-updates.jsonl'}. Try a lower lr, clip_grad 1 or no amp."
+                )
 
     def _validate_and_save(self) -> None:
         """Validate, remember the best, checkpoint."""
@@ -413,7 +398,6 @@ class Loop:
         self.read_flags()  # which updates were left out is part of it
         self.saved = time.monotonic()
         state: dict[str, Any] = {
-            "scaler": self.scaler.state_dict(),
             "step": self.step,
             "epoch": self.epoch,
             "updates_of_epoch": self.position // self.accumulate,
@@ -476,7 +460,6 @@ class Loop:
         for name, values in changes.items():
             self.folder.log(f"note: continuing with another {name}: {values[0]!r} before, {values[1]!r} now")
         prepare_fused(self.optimizer)
-        self.scaler.load_state_dict(state["scaler"])
         self.step, self.best = state["step"], state["best"]
         self.bad_total, self.seconds = state["bad_total"], state["seconds"]
         self._restore_place(state)
@@ -484,25 +467,10 @@ class Loop:
         self.folder.forget_after(self.step)
         if self.best.get("step") == self.step and ("ema" in state) == (self.ema is not None):
             self._write_best()  # the run may have been killed between this checkpoint and its best weights
-        elif self.best and not self.is_done and self.world.any(self.world.is_main and self._best_is_lost()):
-            self.best = {}  # the next validation counts as the best
         if self.is_done:
             self.folder.log(f"{self.folder.path} is finished: {self.step:,} updates; there is nothing to do")
-        elif self.options.optim.iters:
-            self.folder.log(f"continuing from {newest.name}: {self.step:,} of {self.total:,} updates done")
         else:
-            done = f"{self.position // self.accumulate} of its {self.updates_per_epoch} updates done"
-            self.folder.log(f"continuing from {newest.name}: epoch {self.epoch + 1}, {done}")
-
-    def _best_is_lost(self) -> bool:
-        """Whether the best weights are damaged or gone."""
-        for suffix in self.task.weights(self.task.module.state_dict()):
-            try:
-                check_weights(self.folder.path / f"best{suffix}.safetensors")
-            except (OSError, WeightsError) as error:
-                self.folder.log(f"note: {error}; the next validation counts as the best")
-                return True
-        return False
+            self.folder.log(f"continuing from {newest.name}: {self.place:,} of {self.total:,} updates done")
 
     def _restore_place(self, state: Mapping[str, Any]) -> None:
         """Epoch and position of a checkpoint, which may have been written with another batch.
@@ -543,6 +511,58 @@ class Loop:
             listed = "".join(f", {name} {before!r} and not {now!r}" for name, (before, now) in some)
             what = f"{self.folder.path} holds another run{listed}{why and f' ({why})'}"
             raise EverytokenError(f"{what}. Choose another output, or repeat its settings to continue it.")
+
+
+class TrainingProgress(ExitStack):
+    """Progress until the next validation; a context manager.
+
+    Loss terms stay on the device until they are recorded: what is shown in between are the terms of the last record (on
+    the CPU, of the last update).
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__()
+        self.loop = loop
+        self.images = self.updates = 0
+        self.waited = self.spent = 0.0
+        self.shown = time.monotonic()
+        self.values: dict[str, float] = {}  # of the terms, when they were last read
+        on_terminal = loop.world.is_main and sys.stderr.isatty()
+        self.bar = self.enter_context(Progress("training", "updates", keep=False)) if on_terminal else None
+
+    def update(self, terms: Mapping[str, Tensor], images: int, waited: float, spent: float) -> None:
+        """Count one update; show and record it when it is time."""
+        loop = self.loop
+        self.images += images
+        self.updates += 1
+        self.waited += waited
+        self.spent += spent
+        last = loop.validation_is_due()
+        record = last or loop.step % loop.options.run.log_interval == 0
+        pause = 30.0 if self.bar is None else 0.5
+        show = loop.world.is_main and (last or time.monotonic() - self.shown > pause)
+        if not (record or show):
+            return
+        if record:  # at the same updates on every process
+            terms = mean_over(dict(terms), loop.world)
+        if record or loop.world.device.type == "cpu":
+            scalars = torch.stack([value.detach().float().reshape(()) for value in terms.values()])
+            self.values = dict(zip(terms, scalars.tolist(), strict=True))
+        rate, waiting = self.images * loop.world.size / max(self.spent, 1e-9), self.waited / max(self.spent, 1e-9)
+        lr = max(group["lr"] for group in loop.optimizer.param_groups)
+        if record:
+            epoch = round(loop.place / loop.total * loop.epochs, 4)
+            row = {"kind": "step", "step": loop.step, "epoch": epoch, "lr": lr, **self.values}
+            loop.folder.record({**row, "images_per_second": round(rate, 2), "waiting": round(waiting, 4)})
+        if show:
+            self.shown = time.monotonic()
+            losses = " ".join(f"{key} {value:.3f}" for key, value in self.values.items() if key != "grad_norm")
+            if self.bar is not None:
+                self.bar(loop.place, loop.total, losses)
+            else:
+                left = clock((loop.total - loop.place) * self.spent / self.updates)
+                facts = f"{rate:.1f} images/s, waiting {waiting:.0%}, lr {lr:.2g}, {left} left"
+                loop.folder.log(f"{loop.when()}: {losses} | {facts}")
 
 
 def _is_another(name: str, before: Any, now: Any) -> bool:

@@ -10,14 +10,37 @@ import math
 from typing import Any, Literal
 
 import torch
-from timm.optim import create_optimizer_v2, get_optimizer_class, param_groups_layer_decay, param_groups_weight_decay
+from timm.optim import (
+    create_optimizer_v2,
+    get_optimizer_class,
+    list_optimizers,
+    param_groups_layer_decay,
+    param_groups_weight_decay,
+)
 from timm.scheduler import create_scheduler_v2
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from everytoken_lab.engine.options import OptimOptions
+from everytoken.errors import EverytokenError, did_you_mean
+from everytoken_lab.engine.distributed import pick_device
+from everytoken_lab.engine.options import LoopOptions, OptimOptions
 
 _FUSED = (Adam, AdamW, SGD)
+
+
+def check_loop(options: LoopOptions) -> None:
+    """Raise on what the training loop cannot work with. For every task, before anything is built."""
+    optim = options.optim
+    kind = optim.opt.lower().rsplit("_", 1)[-1]  # timm: lookahead_adamw
+    if kind not in list_optimizers():
+        raise EverytokenError(f"timm has no optimizer {optim.opt!r}.{did_you_mean(kind, list_optimizers())}")
+    try:
+        get_optimizer_class(kind)
+    except (AssertionError, ImportError) as error:
+        raise EverytokenError(f"opt {optim.opt} cannot be used here: {error}; adamw works everywhere") from error
+    if optim.decay_rate != OptimOptions().decay_rate and optim.sched != "multistep":
+        raise EverytokenError(f"decay_rate is {optim.decay_rate:g}, which sched {optim.sched} does not use")
+    pick_device(options.run.device)
 
 
 def learning_rate(options: OptimOptions, global_batch: int) -> float:

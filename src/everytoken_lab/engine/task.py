@@ -13,10 +13,10 @@ classify, segment and detect are subclasses; `loop.run` trains any of them:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -31,6 +31,22 @@ from everytoken_lab.data.tree import network_address
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.options import LoopOptions
 from everytoken_lab.engine.run_folder import RunFolder
+from everytoken_lab.progress import Progress
+
+B = TypeVar("B", bound=Sized)
+
+
+def watched(batches: Iterable[B], total: int, world: World) -> Iterator[B]:
+    """Hand batches on and show how far validation is: a bar on a terminal, a plain line every half minute elsewhere."""
+    if not world.is_main:
+        yield from batches
+        return
+    done = 0
+    with Progress("validation", "images", every=30, keep=False) as progress:
+        for batch in batches:
+            yield batch
+            done += len(batch) * world.size
+            progress(min(done, total), total)
 
 
 class Task(TrainingTask):
@@ -101,7 +117,7 @@ class Task(TrainingTask):
 
     def report(self, path: Path, **options: Any) -> None:
         """Write the page of a finished run; options: those of `lab.report`."""
-        data = network_address(getattr(self.options, "data", ""))
+        data = network_address(self.options.data)
         device, workers = self.world.device.type, self.options.dataset.workers
         self.folder.read().report(path, **{"data": data, "device": device, "workers": workers, **options})
 
@@ -121,8 +137,7 @@ class Task(TrainingTask):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision as the options have it."""
-        optim = self.options.optim
-        return torch.autocast(self.world.device.type, getattr(torch, optim.amp_dtype), enabled=optim.amp)
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.options.optim.amp)
 
     def loader(
         self, data: DataSet | BatchReader[Any], transform: Any = None, batch_size: int = 1, *, train: bool, **more: Any

@@ -1,13 +1,12 @@
 """TensorBoard, Weights & Biases and MLflow, by option. The run folder's own files are always written; these are copies.
 
-Runs are called <folder>-<id> there; the id is kept in the folder's trackers.json, so that a resumed run continues its
+Runs are called <folder>-<id> there; ids are kept in the folder's trackers.json, so that a resumed run continues its
 record. A tracker that cannot be reached at the start is an error; one that fails later is left out with a line in the
 log, and training goes on.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from everytoken.errors import EverytokenError, MissingExtraError, need
-from everytoken.files import make_inside, plain_json, read_bytes, write_atomically
+from everytoken.files import make_inside, plain_json, write_atomically
 from everytoken_lab import schema
 from everytoken_lab.engine.options import RunOptions
 
@@ -24,7 +23,7 @@ from everytoken_lab.engine.options import RunOptions
 class TensorBoard:
     """Scalars under step/ and epoch/, in <run>/tensorboard, which TensorBoard names by the run folder."""
 
-    def __init__(self, project: object, folder: Path, config: object) -> None:
+    def __init__(self, project: object, folder: Path, ids: object, config: object) -> None:
         need("tensorboard", "track", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
@@ -41,14 +40,13 @@ class TensorBoard:
 class WandB:
     """A run of a Weights & Biases project. Offline (WANDB_MODE=offline), it is written to <run>/wandb."""
 
-    def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, project: str, folder: Path, ids: dict[str, str], config: dict[str, Any]) -> None:
         wandb = need("wandb", "track", "wandb")
-        number = _ids(folder)["id"]
         make_inside(folder, "wandb")
         self.run = wandb.init(
             project=project,
-            name=f"{folder.resolve().name}-{number}",
-            id=number,
+            name=f"{folder.resolve().name}-{ids['id']}",
+            id=ids["id"],
             resume="allow",
             config=config,
             dir=str(folder),
@@ -65,19 +63,16 @@ class WandB:
 class MLflow:
     """A run of an MLflow experiment, where MLFLOW_TRACKING_URI says; without it, in mlflow.db of this folder."""
 
-    def __init__(self, experiment: str, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, experiment: str, folder: Path, ids: dict[str, str], config: Mapping[str, Any]) -> None:
         mlflow = need("mlflow", "track", "mlflow")
         self.client = mlflow.MlflowClient()
-        ids = _ids(folder)
         if "mlflow" in ids:
-            self.run: str = ids["mlflow"]
-            self.client.update_run(self.run, status="RUNNING")
+            self.client.update_run(ids["mlflow"], status="RUNNING")
+            self.run = ids["mlflow"]
             return
-        found = self.client.get_experiment_by_name(experiment)
-        number = self.client.create_experiment(experiment) if found is None else found.experiment_id
-        name = f"{folder.resolve().name}-{ids['id']}"
-        self.run = self.client.create_run(number, run_name=name, tags={"folder": str(folder.resolve())}).info.run_id
-        write_atomically(folder / "trackers.json", plain_json({**ids, "mlflow": self.run}).encode())
+        number, folder = mlflow.set_experiment(experiment).experiment_id, folder.resolve()
+        made = self.client.create_run(number, run_name=f"{folder.name}-{ids['id']}", tags={"folder": str(folder)})
+        self.run = ids["mlflow"] = made.info.run_id
         parameters = [mlflow.entities.Param(key, str(value)[:500]) for key, value in config.items()]
         for start in range(0, len(parameters), 100):  # as many as a call may have
             self.client.log_batch(self.run, params=parameters[start : start + 100])
@@ -100,32 +95,22 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {f"{row['kind']}/{k}": v for k, v in row.items() if k not in ("kind", "step") and isinstance(v, int | float)}
 
 
-def _ids(folder: Path) -> dict[str, str]:
-    """The id of the run, drawn when it is first asked for, and MLflow's, if it has one."""
-    path = folder / "trackers.json"
-    try:
-        found = json.loads(read_bytes(path))
-        if isinstance(found, dict) and found.get("id"):
-            return {key: str(value) for key, value in found.items()}
-    except (OSError, ValueError):
-        pass
-    ids = {"id": secrets.token_hex(3)}  # not keyed: two runs with the same seed have to differ
-    write_atomically(path, plain_json(ids).encode())
-    return ids
-
-
 def build_trackers(run: RunOptions, folder: Path, config: dict[str, Any]) -> list[Tracker]:
     """Those that were asked for."""
-    config = schema.texts(config, schema.without_secrets)
+    config, path = schema.texts(config, schema.without_secrets), folder / "trackers.json"
+    # not keyed: two runs with the same seed have to differ
+    ids = schema.read_json(path, dict[str, str]) if path.is_file() else {"id": secrets.token_hex(3)}
     kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
     trackers: list[Tracker] = []
     for name, kind in kinds.items():
         try:
             if project := getattr(run, name):
-                trackers.append(kind(project, folder, config))
+                trackers.append(kind(project, folder, ids, config))
         except MissingExtraError:
             raise
         except Exception as error:  # each library has its own
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise EverytokenError(f"{name} cannot be written to ({reason}). Check its address and login.") from error
+    if trackers:
+        write_atomically(path, plain_json(ids).encode())
     return trackers

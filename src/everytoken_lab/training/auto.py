@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from everytoken.errors import EverytokenError
-from everytoken.files import read_bytes, refuse_link
+from everytoken.files import refuse_link
 from everytoken_lab import schema
 from everytoken_lab.annotators import AnnotateOptions
 from everytoken_lab.annotators.features import (
@@ -64,14 +64,16 @@ from everytoken_lab.machine import cores, free_disk
 from everytoken_lab.models.description import timm_config
 from everytoken_lab.models.open import fetch_modern
 from everytoken_lab.training.classify import train_with
-from everytoken_lab.training.inputs import Inputs, complete, has_validation
+from everytoken_lab.training.inputs import Inputs, complete, excluded, has_validation
 from everytoken_lab.training.keep import RIVAL, judges_of, keep, save_answers, training, trainings, words
-from everytoken_lab.training.story import Job, Story, free_memory
 from everytoken_lab.training.tuning import (
     BATCH,
     MOST_EPOCHS,
     USUAL_UPDATES,
+    Job,
+    Story,
     candidate_of,
+    free_memory,
     settings,
     tunable,
     updates_in_time,
@@ -151,8 +153,6 @@ def _open(options: TrainOptions, inputs: Inputs) -> tuple[DataSet, DataSet | Non
             "trained with many (--recipe)"
         )
     train, val = inputs.splits(options)[:2] if has_validation(options) else (inputs.undivided(options), None)
-    if train.num_classes < 2 and not train.multi_label:
-        raise EverytokenError(f"{options.data} has one class only: give every class a folder of its own, at least two")
     if options.maps not in ("", "none") and train.multi_label:
         raise EverytokenError(
             f"maps label tokens with one class per photo, and {options.data} is multi-label: leave --maps out"
@@ -322,8 +322,8 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     judges, held = job.train, choice.features
     if job.val is not None:
         judges, held = job.val, job.features(job.val, choice.backbone)
-    excluded = _excluded(job, choice.features, groups, held)
-    keep = np.array([i for i in range(len(job.train)) if job.train.key(i) not in excluded])
+    left_out = _excluded(job, choice.features, groups, held)
+    keep = np.array([i for i in range(len(job.train)) if job.train.key(i) not in left_out])
     folds = {"": (keep, held.readable)}  # rows of the photos to train on, and of those that judge
     if crossed:
         halves = apply(options, {"val_split": 0.5}, "halves")
@@ -341,11 +341,11 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     values = settings(job, tuned.backbone, images, judging)
     values |= {"weights": str(output / f"start{which}.safetensors"), **({"val_split": 0.5} if crossed else {})}
     values |= {"logit_adjustment": job.adjustment} if job.adjustment else {}
-    if excluded:
-        lines = "".join(f"{key}\t{reason}\n" for key, reason in sorted(excluded.items()))
+    if left_out:
+        lines = "".join(f"{key}\t{reason}\n" for key, reason in sorted(left_out.items()))
         RunFolder(output).write("exclude.txt", lines)
         values["exclude"] = str(output / "exclude.txt")
-        story.say(f"Left out of fine-tuning: {len(excluded):,} photos ({output / 'exclude.txt'} says why).")
+        story.say(f"Left out of fine-tuning: {len(left_out):,} photos ({output / 'exclude.txt'} says why).")
     if held.failures:
         values["on_bad_image"] = "skip"
     if options.maps == "auto":
@@ -410,9 +410,7 @@ def _excluded(job: Job, features: Features, groups: list[str], held: Features) -
 
     Of photos that are alike one is trained on, and none that is the same as a validation photo.
     """
-    file, found = job.options.dataset.exclude, {}
-    for line in os.fsdecode(read_bytes(file)).splitlines() if file else ():
-        found[line.partition("\t")[0]] = f"in {file}"
+    found = dict.fromkeys(excluded(job.options), f"in {job.options.dataset.exclude}")
     found |= {job.train.key(i): reason for i, reason in features.failures.items()}
     same = set() if job.val is None else set(held.digests) - {""}
     seen = {group for group, digest in zip(groups, features.digests, strict=True) if digest in same}

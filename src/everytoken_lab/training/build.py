@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import logging
+import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timm
 import torch
 from timm.data import resolve_data_config
 from timm.models import group_parameters
 from torch import nn
 
-from everytoken.errors import EverytokenError
+from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.keyed import uniform
 from everytoken.maps import Maps
-from everytoken.mixing import build_mixer
-from everytoken.models import TokenModel, probe
+from everytoken.mixing import MIXERS, build_mixer, mixer_settings
+from everytoken.models import TokenModel, family_of_name, probe
 from everytoken.models.weights import load_weights
 from everytoken.objectives.drloc import Drloc
-from everytoken.objectives.registry import build_objectives, required_by
+from everytoken.objectives.registry import OBJECTIVES, build_objectives, find_objective, required_by
 from everytoken.step import FrozenTeacher, TokenStep
 from everytoken_lab.classes import ClassList, match_classes
-from everytoken_lab.data.augment import EvalTransform, TrainTransform
+from everytoken_lab.data.augment import EvalTransform, TrainTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
-from everytoken_lab.engine.checks import check_multi_label, check_objectives, check_options
 from everytoken_lab.engine.distributed import World
+from everytoken_lab.engine.optim import check_loop
 from everytoken_lab.engine.options import TrainOptions
+from everytoken_lab.engine.recipe import check_settings
 from everytoken_lab.models.description import (
     Description,
     building,
@@ -66,8 +70,6 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
     if store is not None:
         notes += check_held_out(store, train_set, val_set)
     class_names = tuple(train_set.class_names)
-    if len(class_names) < 2 and not train_set.multi_label:
-        raise EverytokenError(f"{options.data} has one class only ({', '.join(class_names)}); a classifier needs two")
     settings, more = _resolve_class_targets(options, store, train_set)
     notes += more
     weights = inputs.weights(options.model.weights, options.model.model) if options.model.weights else None
@@ -96,11 +98,6 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
                 f"objective {name!r} with released=true needs square maps, as the released code does; annotate at a "
                 "square size, or leave released out"
             )
-    size, mean, std = options.model.img_size, tuple(config["mean"]), tuple(config["std"])
-    crop_pct = options.augment.crop_pct or config["crop_pct"]
-    interpolation = options.augment.interpolation or config["interpolation"]
-    train_view = TrainTransform(size, options.augment, mean=mean, std=std)
-    eval_view = EvalTransform(size, crop_pct, config["crop_mode"], interpolation, mean, std)
     asked = any("teacher" in required_by(o) or not hasattr(o, "requires") for o in objectives.values())
     if teacher is not None and asked:
         notes += match_teacher(teacher, teacher_classes, options, class_names)
@@ -116,6 +113,7 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
     norm_eval, compiled = options.model.norm_eval, options.model.torchcompile
     mixer = build_mixer(options.mixing)
     step = TokenStep(model, objectives, mixer, teacher, compiled, vote, norm_eval, offsets).to(world.device)
+    size = options.model.img_size
     with building(f"{options.model.model} for {size} x {size} pixels"):
         step.grid = grid = probe(model, (size, size))
     patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", (1, 1))
@@ -130,16 +128,101 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
         class_names=class_names,
         token_class_names=token_names,
         img_size=(size, size),
-        mean=mean,
-        std=std,
-        crop_pct=crop_pct,
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        crop_pct=options.augment.crop_pct or config["crop_pct"],
         crop_mode=config["crop_mode"],
-        interpolation=interpolation,
+        interpolation=options.augment.interpolation or config["interpolation"],
         token_vote=vote,
         multi_label=train_set.multi_label,
-        amp=options.optim.amp_dtype if options.optim.amp else "",
+        amp="bfloat16" if options.optim.amp else "",
     )
-    return ClassifierSetup(train_set, val_set, store, step, grid, train_view, eval_view, description, notes)
+    train_view = TrainTransform(size, options.augment, mean=description.mean, std=description.std)
+    views = train_view, eval_view(description)
+    return ClassifierSetup(train_set, val_set, store, step, grid, *views, description, notes)
+
+
+# -- contradictions ---------------------------------------------------------------------------------------------------
+
+
+def check_options(options: TrainOptions) -> list[str]:
+    """Raise on what cannot work; return warnings as sentences."""
+    if not options.data:
+        raise EverytokenError("data is empty: name the images to train on (everytoken train DATA)")
+    check_loop(options)
+    name = options.model.model.split(".")[0]
+    if not timm.is_model(name):
+        raise EverytokenError(f"timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")
+    family = family_of_name(name)
+    if family is None:
+        raise EverytokenError(f"{name} has no token view yet; `everytoken models` lists what is supported")
+    if "mixtoken" in mixer_settings(options.mixing) and family.embed is None:
+        raise EverytokenError(f"MixToken needs a patch embedding without overlap, which {name} lacks; use CutMix")
+    if options.maps and not Path(options.maps).is_dir():
+        raise EverytokenError(f"there is no store of score maps at {options.maps}")
+    augment = options.augment
+    if augment.color_jitter and augment.aa and "3a" not in augment.aa:
+        raise EverytokenError(
+            f"color_jitter is {augment.color_jitter:g} and aa is {augment.aa!r}, which replaces it, as in timm; set one"
+        )
+    for name, settings in mixer_settings(options.mixing).items():
+        if name in MIXERS:
+            check_settings(MIXERS[name], settings, f"mixing {name}")
+    build_mixer(options.mixing)
+    for name, settings in options.objectives.items():
+        if name in OBJECTIVES:
+            check_settings(find_objective(name), settings, f"objective {name}")
+    optim = options.optim
+    if optim.iters or optim.warmup_iters or optim.warmup_epochs < optim.epochs:
+        return []
+    return [f"warm-up takes a tenth of the training, as {optim.warmup_epochs:g} epochs would be all of it"]
+
+
+def check_multi_label(options: TrainOptions, objectives: Mapping[str, nn.Module]) -> None:
+    """Raise on what cannot learn from multi-label images."""
+    for name, objective in objectives.items():
+        if not getattr(objective, "multi_label", True):  # one of somebody's own may not say
+            way = f"leave it out (objectives.{name}: null)"
+            if hasattr(objective, "class_target") and name != "online_token":
+                way = f"set objectives.{name}.class_target to truth"
+            raise EverytokenError(
+                f"objective {name!r} learns one class per image, and {options.data} is multi-label; {way}"
+            )
+    for setting in ("token_vote", "logit_adjustment"):
+        if getattr(options.model, setting):
+            raise EverytokenError(f"{setting} needs one class per image; {options.data} is multi-label. Set it to 0")
+
+
+def check_objectives(options: TrainOptions, objectives: Mapping[str, nn.Module]) -> list[str]:
+    """As `check_options`, for objectives that are built."""
+    notes, used, mixers = [], ", ".join(sorted(objectives)), mixer_settings(options.mixing)
+    needs = {name: required_by(objective) for name, objective in objectives.items()}
+    mapped, taught = (sorted(name for name in needs if what in needs[name]) for what in ("maps", "teacher"))
+    if mapped and not options.maps:
+        raise EverytokenError(
+            f"objective {mapped[0]!r} needs score maps and `maps` names none. Make them with\n"
+            f"  everytoken annotate {shlex.quote(options.data)} --out MAPS --annotator fit\n"
+            f"or train without this objective (objectives.{mapped[0]}: null)"
+        )
+    if taught and not options.model.teacher:
+        raise EverytokenError(f"objective {taught[0]!r} needs a teacher; name one (teacher: resnet50)")
+    if options.maps and not mapped:
+        notes.append(f"the maps {options.maps} are not used by any objective ({used})")
+    taught += sorted(name for name, objective in objectives.items() if getattr(objective, "teacher", None) is not None)
+    guided = any(getattr(MIXERS[name], "guide", "") == "attention" for name in mixers)
+    if options.model.teacher and not taught and not guided:
+        notes.append(f"the teacher {options.model.teacher} is not used by any objective ({used}) or mixing method")
+    follows = sorted(objectives.keys() & {"tl_align", "transmix"})
+    if len(follows) == 2:
+        raise EverytokenError("transmix is tl_align of the last layer; take one of them (objectives.transmix: null)")
+    if follows and not options.mixing:
+        raise EverytokenError(f"{follows[0]} is for mixed images, and nothing is mixed; add mixing.cutmix: {{}}")
+    if follows and set(mixers) == {"mixup"}:
+        notes.append("under MixUp all tokens have the same share, so alignment changes nothing; use CutMix")
+    return notes
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
 
 
 def layer_groups(backbone: Any) -> dict[str, int]:
@@ -185,7 +268,7 @@ def check_held_out(store: Maps, train_set: DataSet, val_set: DataSet) -> list[st
     # a class of few images may hold out one beyond the fraction, see `split_off`
     if not draws or (held_out is not None and beyond <= val_set.num_classes):
         return []
-    part = f"{beyond if held_out else len(draws):,} of the {len(val_set):,} validation images"
+    part = f"{beyond:,} of the {len(val_set):,} validation images"
     way = f"Annotate again with val_split {max(draws):.2f} or more" if held_out else "Annotate again"
     return [
         f"the annotator of {store.path} was fitted on {part}, so their labels are in the maps and validation looks "

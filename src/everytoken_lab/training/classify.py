@@ -24,10 +24,9 @@ from everytoken_lab.engine.accuracy import AnyPredictions, join_predictions, pre
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.loop import run
 from everytoken_lab.engine.options import AutoOptions, TrainOptions
-from everytoken_lab.engine.progress import watched
 from everytoken_lab.engine.recipe import apply, read_recipe
 from everytoken_lab.engine.run_folder import Run, RunFolder
-from everytoken_lab.engine.task import Task
+from everytoken_lab.engine.task import Task, watched
 from everytoken_lab.models.description import timm_config
 from everytoken_lab.training.batch_picture import batch_picture
 from everytoken_lab.training.build import ClassifierSetup, build
@@ -147,16 +146,13 @@ class Classification(Task):
 
     def finish(self, module: nn.Module) -> None:
         """Accuracy of each class, of the last epoch, with averaged weights if there are any."""
-        if (
-            self.latest is None and self.world.size == 1 and self.is_reported
-        ):  # a run that was killed after its last checkpoint
+        if self.latest is None and self.world.size == 1 and self.is_reported:  # killed after its last checkpoint
             self.latest = self._predictions(module)
         if self.latest is not None:
             self.folder.write("classes.json", plain_json(self.latest.per_class(self.setup.train_set.class_names)))
             score = self.latest.accuracy
-            self.folder.log(
-                f"{self.score_name} {score.value:.2f} % (95 % interval {score.low:.2f} to {score.high:.2f})"
-            )
+            interval = f"95 % interval {score.low:.2f} to {score.high:.2f}"
+            self.folder.log(f"{self.score_name} {score.value:.2f} % ({interval})")
 
 
 def train_with(options: TrainOptions, inputs: Inputs | None = None, reported: bool = True) -> Run:

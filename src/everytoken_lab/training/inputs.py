@@ -104,18 +104,28 @@ def has_validation(options: TrainOptions) -> bool:
 def _chosen(options: TrainOptions, train: DataSet, val: DataSet) -> tuple[DataSet, DataSet, list[str]]:
     """Without the training images to leave out, and with corrected labels."""
     notes: list[str] = []
-    if file := options.dataset.exclude:
-        try:
-            lines = os.fsdecode(read_bytes(file)).splitlines()
-        except OSError as error:
-            raise EverytokenError(f"exclude: {file} cannot be read ({error.strerror})") from error
-        names = {line.partition("\t")[0] for line in lines}  # what follows a tab is a remark
+    if train.num_classes < 2 and not train.multi_label:
+        raise EverytokenError(
+            f"{options.data} has one class only ({', '.join(train.class_names)}): give every class a folder of its "
+            "own, at least two"
+        )
+    if names := excluded(options):
         train = train.subset([i for i, key in enumerate(train.keys()) if key not in names])
         if not len(train):
             raise EverytokenError(f"exclude leaves no images of {train.name}")
     if options.dataset.corrections:
         (train, val), notes = corrected(train, val, Path(options.dataset.corrections))
     return train, val, notes
+
+
+def excluded(options: TrainOptions) -> set[str]:
+    """Names of the training images to leave out."""
+    file = options.dataset.exclude
+    try:
+        lines = os.fsdecode(read_bytes(file)).splitlines() if file else []
+    except OSError as error:
+        raise EverytokenError(f"exclude: {file} cannot be read ({error.strerror})") from error
+    return {line.partition("\t")[0] for line in lines}  # what follows a tab is a remark
 
 
 def corrected(train: DataSet, val: DataSet, file: Path) -> tuple[tuple[DataSet, DataSet], list[str]]:
@@ -169,7 +179,6 @@ def complete(
         asked: names of the options that the user gave, which are not changed. Default: those that are not the default.
         assignments: of the kind `objectives.drloc.weight=0.1`, which come last.
         trust_code: whether objectives that a run folder names by import paths may be taken over.
-        inputs: where images and weights are opened.
     """
     inputs = inputs or Inputs()
     if asked is not None and "lr_base" in asked and options.optim.lr:

@@ -24,7 +24,7 @@ from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.engine.accuracy import AnyPredictions, MultiLabelPredictions, Predictions, predictions_of
 from everytoken_lab.engine.checkpoint import write_weights
-from everytoken_lab.engine.distributed import best_device
+from everytoken_lab.engine.distributed import pick_device
 from everytoken_lab.engine.options import TrainOptions
 from everytoken_lab.engine.recipe import apply
 from everytoken_lab.engine.run_folder import CROSS_VALIDATED, RunFolder, read_run
@@ -69,18 +69,17 @@ def keep(output: Path, tuning: TrainOptions | None, inputs: Inputs) -> dict[str,
     crossed = read_run(output / "linear").cross_validated
     answers, folds = saved_answers(output / "linear" / CACHE), FOLDS if crossed else 0
     result: dict[str, Any] = {"kept": "linear", "linear": answers.accuracy.value}
-    text, better = "Kept: the linear head", False
+    text, verdict = "Kept: the linear head", ""
     if tuning is not None:
         judged = judge(output, tuning, inputs, crossed)
-        verdict = compared(saved_answers(output / "linear" / RIVAL), judged.calibrated)
-        gain, better = verdict.accuracy, verdict.better
+        gain, verdict, how = compared(saved_answers(output / "linear" / RIVAL), judged.calibrated)
         result |= {"fine-tuned": judged.answers.accuracy.value, "gain": [gain.value, gain.low, gain.high]}
-        text += f". Fine-tuning {'made it worse' if verdict.worse else 'made no clear difference'}: {verdict.words}"
-    if tuning is None or not better:
+        text += f". Fine-tuning {'made it worse' if verdict == 'worse' else 'made no clear difference'}: {how}"
+    if tuning is None or verdict != "better":
         _copy(output / "linear", output)
     else:
         answers, folds = judged.answers, 2 if crossed else 0
-        text = f"Kept: the fine-tuned model, which is better: {verdict.words}"
+        text = f"Kept: the fine-tuned model, which is better: {how}"
         result |= {"kept": "fine-tuned"}
         model, own = judged.model, training(tuning, output)
         if crossed:
@@ -88,10 +87,10 @@ def keep(output: Path, tuning: TrainOptions | None, inputs: Inputs) -> dict[str,
             model = mean_model(own, inputs)
         _save_tuned(output, model, judged, crossed)
     metric = "mAP" if isinstance(answers, MultiLabelPredictions) else "top1"
-    how = f"; models of cross-validation saw {100 - 100 // folds} % of the photos, this one all" if folds else ""
+    saw = f"; models of cross-validation saw {100 - 100 // folds} % of the photos, this one all" if folds else ""
     result |= {"judged on": len(answers), "cross-validated": crossed}
     result |= {metric: answers.accuracy.value, "interval": [answers.accuracy.low, answers.accuracy.high]}
-    return {**result, "text": f"{text}. Expected on new photos: {words(answers, folds)}{how}."}
+    return {**result, "text": f"{text}. Expected on new photos: {words(answers, folds)}{saw}."}
 
 
 @dataclass(frozen=True)
@@ -124,10 +123,10 @@ def judge(output: Path, options: TrainOptions, inputs: Inputs, crossed: bool) ->
         data, settings = judges.subset(rows.numpy()), EvalOptions(workers=own.dataset.workers, on_bad_image="skip")
         model, view = Voter(opened).eval(), eval_view(opened.info)
         inference = Inference(model, data, view, settings, opened.info.amp_dtype())
-        kept: list[tuple[torch.Tensor, ...]] = []
-        labels = torch.arange(data.num_classes)
-        inference.predictions(labels, keep=lambda *batch: kept.append(batch), multi_label=data.multi_label)  # noqa: B023
-        parts += [(rows[index.cpu()], truth.cpu(), logits.cpu()) for index, truth, logits in kept]
+        for batch, logits in inference.batches():
+            assert batch.indices is not None
+            assert batch.labels is not None
+            parts.append((rows[batch.indices.cpu()], batch.labels.cpu(), logits.cpu()))
         skipped |= inference.bad_images.seen
     index, truth, logits = (torch.cat(values) for values in zip(*parts, strict=True))
     order = index.argsort()
@@ -145,7 +144,7 @@ def mean_model(options: TrainOptions, inputs: Inputs) -> OpenModel:
     for name, value in opened.model.backbone.state_dict().items():
         if name in first and value.is_floating_point():
             value.copy_(torch.lerp(first[name], value, MIX))
-    opened.model.to(options.run.device or best_device())
+    opened.model.to(pick_device(options.run.device))
     return opened
 
 
@@ -189,34 +188,23 @@ def _copy(source: Path, output: Path, leave: Sequence[str] = ()) -> None:
             write_atomically(output / name, read_bytes(source / name))
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Two models on the same photos: what the second has more in points, whether it is better, and in words."""
-
-    accuracy: stats.Estimate
-    better: bool
-    worse: bool
-    words: str
-
-
-def compared(first: AnyPredictions, last: AnyPredictions) -> Verdict:
-    """The second model against the first, over the photos that both have answers for.
-
-    A model whose accuracy is clearly worse is never better.
-    """
+def compared(first: AnyPredictions, last: AnyPredictions) -> tuple[stats.Estimate, str, str]:
+    """The second model against the first, over the photos that both have answers for: how many points it has more,
+    "better", "worse" or "" (no clear difference), and in words. One with a clearly worse accuracy is never better."""
     _, one, other = np.intersect1d(first.index, last.index, return_indices=True)
     a, b = first.rows(one), last.rows(other)
     where = f"against a linear head that was fitted on the same photos, on {len(a):,} held-out photos"
     if isinstance(a, MultiLabelPredictions) and isinstance(b, MultiLabelPredictions):
         gain = b.difference(a)
-        better, worse = gain.clear and gain.value > 0, gain.clear and gain.value < 0
-        return Verdict(gain, better, worse, f"mAP {_interval(gain, 1, ' points')} {where}")
+        verdict = "" if not gain.clear else "better" if gain.value > 0 else "worse"
+        return gain, verdict, f"mAP {_interval(gain, 1, ' points')} {where}"
     assert isinstance(a, Predictions)
     assert isinstance(b, Predictions)
     gain, loss = stats.paired_difference(a.correct, b.correct), stats.mean((b.loss - a.loss).tolist())
     worse = (loss.clear and loss.value > 0) or (gain.clear and gain.value < 0)
+    verdict = "worse" if worse else "better" if loss.clear else ""
     text = f"log loss {_interval(loss, 2)}, accuracy {_interval(gain, 1, ' points')} {where}"
-    return Verdict(gain, loss.clear and not worse, worse, text)
+    return gain, verdict, text
 
 
 def _interval(estimate: stats.Estimate, digits: int, unit: str = "") -> str:

@@ -1,4 +1,4 @@
-"""How training without a recipe fine-tunes: which backbone, with what settings, for how many updates.
+"""What training without a recipe knows, decides (`Story`) and how it fine-tunes: which backbone, how, how long.
 
 Convolutional networks are trained from their middle on: the first half of the stages has a few percent of the weights
 and most of the cost.
@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import time
-from dataclasses import replace
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from everytoken.files import plain_json
 from everytoken.keyed import StepKey
-from everytoken_lab.annotators.features import Candidate, Choice, FrozenBackbone, Trial
-from everytoken_lab.engine.distributed import World
+from everytoken_lab import schema
+from everytoken_lab.annotators.features import Candidate, Choice, Features, FrozenBackbone, Trial, compute_features
+from everytoken_lab.data.datasets import DataSet
+from everytoken_lab.engine.distributed import World, pick_device
 from everytoken_lab.engine.options import TrainOptions
 from everytoken_lab.engine.run_folder import RunFolder
-from everytoken_lab.machine import cores, free_disk
-from everytoken_lab.training.build import build, freeze_first, layer_groups
+from everytoken_lab.machine import cores, free_disk, memory
+from everytoken_lab.training.build import build, freeze_first, layer_groups, log_priors
 from everytoken_lab.training.classify import Classification
-from everytoken_lab.training.story import Job, free_memory
+from everytoken_lab.training.inputs import Inputs
 
+logger = logging.getLogger(__name__)
+STATE = "auto.json"
+IMBALANCE, ADJUSTMENT = 1.5, 0.5
+"""Largest class / smallest class from which on large classes are preferred less, and by how much (docs/photos.md)."""
 MOST_EPOCHS, USUAL_UPDATES, FEWEST_UPDATES = 30, 100, 40
 """Of fine-tuning: at most, as a rule, at least."""
 LEAD = 0.04
@@ -33,6 +43,110 @@ BATCH = 32
 _READING = 1.2  # of the time of the network alone, to estimate that of training with reading photos
 _OVERHEAD = 1.1  # of a step: optimizer, averages and checkpoints are not timed
 _ENDING = 5.0  # seconds for the report and the choice of a model, besides the evaluation
+
+
+@dataclass
+class Story:
+    """What was decided and measured so far, in auto.json.
+
+    Attributes:
+        images: changes with the names and labels of the photos.
+        lines: every decision with its reason.
+        backbone, img_size, squash: the chosen candidate.
+        features: where its features are, if that is the folder of an earlier run.
+        updates: of fine-tuning; None until it is decided.
+        result: what was kept, and its numbers; empty until the end.
+    """
+
+    images: str
+    lines: list[str] = field(default_factory=list)
+    backbone: str = ""
+    img_size: int = 0
+    squash: bool = False
+    features: str = ""
+    updates: int | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def read(folder: Path) -> Story | None:
+        """The story of a folder; None if it has none."""
+        path = folder / STATE
+        return schema.read_json(path, Story) if path.is_file() else None
+
+    def write(self, folder: RunFolder) -> None:
+        """Keep it, for a start that goes on from here."""
+        folder.write(STATE, plain_json(vars(self)))
+
+    def say(self, text: str) -> None:
+        """A line for the log and for the head of the recipe."""
+        logger.info(text)
+        self.lines.append(text)
+
+
+@dataclass
+class Job:
+    """One run.
+
+    Attributes:
+        asked: names of the options that the user gave.
+        train: photos that the linear head is fitted on. val: those that judge it; None: cross-validation does.
+        seconds: the budget, from `started` on.
+    """
+
+    options: TrainOptions
+    asked: Set[str]
+    inputs: Inputs
+    train: DataSet
+    val: DataSet | None
+    output: Path
+    story: Story
+    seconds: float
+    started: float
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(pick_device(self.options.run.device))
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.seconds - (time.monotonic() - self.started)
+
+    @property
+    def adjustment(self) -> float:
+        """How much of the log of the class priors is taken from their logits; multi-label classes do not compete."""
+        if "logit_adjustment" in self.asked:
+            return self.options.model.logit_adjustment
+        counts = self.train.class_counts()
+        unequal = counts.max() > IMBALANCE * max(1, counts.min()) and not self.train.multi_label
+        return ADJUSTMENT if unequal else 0.0
+
+    @property
+    def offset(self) -> torch.Tensor:
+        """[K] what an adjusted head takes from its logits."""
+        if not self.adjustment:
+            return torch.zeros(self.train.num_classes)
+        return self.adjustment * torch.from_numpy(log_priors(self.train.labels, self.train.num_classes)).float()
+
+    @property
+    def cache(self) -> Path:
+        """Where features are kept."""
+        return Path(self.story.features or self.output / "features")
+
+    def features(self, data: DataSet, backbone: FrozenBackbone, digests: list[str] | None = None) -> Features:
+        """Of all photos of a set, from the cache or computed."""
+        workers = self.options.dataset.workers
+        return compute_features(data, backbone, self.cache, digests=digests, workers=workers)
+
+
+def free_memory(device: torch.device) -> int:
+    """Of the device, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return memory() or 4 * 2**30
+
+
+# -- how to fine-tune -------------------------------------------------------------------------------------------------
 
 
 def candidate_of(backbone: FrozenBackbone) -> Candidate:

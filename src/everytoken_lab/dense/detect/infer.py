@@ -39,8 +39,8 @@ from everytoken_lab.dense.detect.model import Detector, DetectorInfo, load_detec
 from everytoken_lab.dense.detect.options import DetectAugment, DetectEval, DetectPredict, FindOptions
 from everytoken_lab.draw import object_overlay
 from everytoken_lab.engine.distributed import World, pick_device
+from everytoken_lab.engine.options import SourceOptions, fill
 from everytoken_lab.engine.run_folder import Run
-from everytoken_lab.training.options import SourceOptions, fill
 
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 

@@ -8,8 +8,17 @@ from typing import Annotated, Literal
 import tyro
 from annotated_types import MinLen
 
-from everytoken_lab.engine.options import BatchOptions, Fraction, OptimOptions, Positive
-from everytoken_lab.training.options import Chance, DenseOptions, EvaluateOptions, PredictOptions, Scale
+from everytoken_lab.engine.options import (
+    BatchOptions,
+    Chance,
+    DenseOptions,
+    EvaluateOptions,
+    Fraction,
+    OptimOptions,
+    Positive,
+    PredictOptions,
+    Scale,
+)
 
 
 @dataclass(frozen=True)

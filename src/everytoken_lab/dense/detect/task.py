@@ -29,8 +29,8 @@ from everytoken_lab.dense.detect.model import Detector, DetectorInfo, build_dete
 from everytoken_lab.dense.detect.options import NEW_RUN, DetectOptions
 from everytoken_lab.draw import Panel, Row, fit_photo, object_overlay
 from everytoken_lab.engine.distributed import World
+from everytoken_lab.engine.options import fill
 from everytoken_lab.engine.run_folder import RunFolder
-from everytoken_lab.training.options import fill
 
 
 class DetectTask(DenseTask):

@@ -37,8 +37,8 @@ from everytoken_lab.dense.segment.model import Segmenter, SegmenterInfo, load_se
 from everytoken_lab.dense.segment.options import EvalOptions, SegmenterOptions, SegmentEval, SegmentPredict
 from everytoken_lab.draw import class_overlay, colour_of, palette_image
 from everytoken_lab.engine.distributed import World, pick_device
+from everytoken_lab.engine.options import fill
 from everytoken_lab.models.open import find_weights
-from everytoken_lab.training.options import fill
 
 Network = Callable[[Tensor], Tensor]
 _WINDOWS = 8  # that go through the network together

@@ -7,8 +7,20 @@ from typing import Annotated, Literal
 
 import tyro
 
-from everytoken_lab.engine.options import BatchOptions, Fraction, NotNegative, OptimOptions, Positive, RunOptions
-from everytoken_lab.training.options import Chance, DenseOptions, EvaluateOptions, PredictOptions, Scale, SourceOptions
+from everytoken_lab.engine.options import (
+    BatchOptions,
+    Chance,
+    DenseOptions,
+    EvaluateOptions,
+    Fraction,
+    NotNegative,
+    OptimOptions,
+    Positive,
+    PredictOptions,
+    RunOptions,
+    Scale,
+    SourceOptions,
+)
 
 
 @dataclass(frozen=True)

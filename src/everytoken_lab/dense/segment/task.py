@@ -18,8 +18,8 @@ from everytoken_lab.dense.segment.model import Segmenter, SegmenterInfo, build_s
 from everytoken_lab.dense.segment.options import NEW_RUN, SegmentOptions
 from everytoken_lab.draw import ClassColours, Panel, Row, class_picture, fit_photo
 from everytoken_lab.engine.distributed import World
+from everytoken_lab.engine.options import fill
 from everytoken_lab.engine.run_folder import RunFolder
-from everytoken_lab.training.options import fill
 
 
 class SegmentTask(DenseTask):
