@@ -90,7 +90,11 @@ class Differences:
         # the images are the same for all seeds, so their variance does not shrink with more seeds
         images = sum(v for _, v in group) / len(group)
         # while every comparison has one seed, the interval is that over images alone
-        half = stats.t_quantile(degrees) * math.sqrt(images + between / len(group)) if degrees else 1.96 * math.sqrt(images)
+        half = (
+            stats.t_quantile(degrees) * math.sqrt(images + between / len(group))
+            if degrees
+            else 1.96 * math.sqrt(images)
+        )
         return stats.Estimate(value, value - half, value + half, tuple(mean for mean, _ in group))
 
 

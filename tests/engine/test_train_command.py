@@ -207,6 +207,15 @@ def test_missing_data_is_explained(tmp_path, capsys):
     assert "nowhere" in capsys.readouterr().err
 
 
+def test_a_folder_that_is_not_there_is_told_before_torch_is_imported(tmp_path):
+    (tmp_path / "photos").mkdir()
+    code = "import sys; from everytoken_lab.cli import main; sys.exit(main(sys.argv[1:]) + ('torch' in sys.modules))"
+    words = [sys.executable, "-c", code, "train", "phtos"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "There is no file or folder phtos. Did you mean 'photos'?" in done.stderr
+
+
 def test_a_folder_of_another_run_is_named_before_anything_is_loaded(photos, tmp_path, capsys):
     words = ["train", str(photos), *TINY, "--epochs", "1", "--out", str(tmp_path / "run")]
     assert main(words) == 0

@@ -7,10 +7,12 @@ import dataclasses
 import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 import tyro
 
+from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import plain_json
 from everytoken_lab.cli._parse import given_options, parse, values_of
 from everytoken_lab.engine.options import AutoOptions, TrainOptions
@@ -72,6 +74,7 @@ class Train(TrainFlags, TrainOptions, AutoFlags):
 
 
 def main(options: Train) -> None:
+    _check_path(options.data)
     from everytoken_lab.training import classify
 
     plain, asked = TrainOptions(**values_of(options, TrainOptions)), {*options.given}
@@ -80,6 +83,14 @@ def main(options: Train) -> None:
         run = classify.start(plain, asked, options.auto, options.set, trust_code)
     if options.json and os.environ.get("RANK", "0") == "0":
         say(plain_json({"run": str(run.path), **run.summary}))
+
+
+def _check_path(data: str) -> None:
+    """Say that a path does not exist before torch and timm are imported; patterns and names are looked up later."""
+    path = Path(data).expanduser()
+    if data and not any(sign in data for sign in ":*?[{") and not path.exists():
+        near = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise EverytokenError(f"There is no file or folder {path}.{did_you_mean(path.name, near)}")
 
 
 def _recipe_of(argv: list[str]) -> str:

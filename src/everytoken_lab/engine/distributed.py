@@ -162,7 +162,8 @@ def join_world(device: str = "", timeout_minutes: float = 30.0) -> Iterator[Worl
     except RuntimeError as error:
         text = str(error)
         if any(word in text for word in ("Connection closed", "Connection reset", "peer", "NCCL", "Broken pipe")):
-            what = f"rank {rank} lost contact with another process of the job ({text.splitlines()[0][:120]})"
+            cause = text.splitlines()[0].split("] ", 1)[-1].split(". ")[0][:120]  # without the place in gloo's code
+            what = f"rank {rank} lost contact with another process of the job ({cause})"
             way = "The last good checkpoint is kept; run the same again and it continues from there."
             raise EverytokenError(f"{what}. {way}") from error
         raise
