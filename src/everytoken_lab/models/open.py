@@ -3,7 +3,7 @@
 | text | weights |
 |---|---|
 | a run folder | its best weights, else those of its newest checkpoint |
-| a weights file, a folder or `.onnx` file of `export` | for files from elsewhere, name the architecture |
+| a weights file, or a folder of `export` | for files from elsewhere, name the architecture |
 | `timm:NAME`, `timm:NAME.TAG` | timm's pretrained weights, or with `weights` those of a file |
 | `hf-hub:USER/NAME`, `local-dir:FOLDER` | a timm model on the Hugging Face hub, or in a folder of the same form |
 | `registry:efficientnet_lite0`, `1`, `2` | ImageNet weights from the package index, without any hub |
@@ -53,7 +53,6 @@ from everytoken_lab.models.description import (
     describe,
     described,
     integers,
-    parse_metadata,
     read_metadata,
     tensor_shapes,
     token_head_file,
@@ -158,13 +157,10 @@ def open_model(
             raise EverytokenError(f"weights go with timm:NAME; {name!r} brings its own.")
         name, architecture = weights, name.removeprefix("timm:")
     path = None if name.startswith(PUBLISHED) else find_weights(name)
-    if path is not None and path.suffix == ".onnx":
-        opened = _open_onnx(path, size)
-    else:
-        found = open_weights(path or name, architecture)
-        if weights and found.own and found.info.architecture != architecture.partition(".")[0]:
-            raise WeightsError(f"{path} holds a {found.info.architecture}, not a {architecture}")
-        opened = _open_weights(found, size)
+    found = open_weights(path or name, architecture)
+    if weights and found.own and found.info.architecture != architecture.partition(".")[0]:
+        raise WeightsError(f"{path} holds a {found.info.architecture}, not a {architecture}")
+    opened = _open_weights(found, size)
     opened.model.eval()
     return opened
 
@@ -200,19 +196,6 @@ def _open_weights(weights: Weights, size: tuple[int, int] | None) -> OpenModel:
             raise WeightsError(f"the token head of {source} should be in {head.name} beside it, which is missing")
         load_weights(model.token_head, head)
     return OpenModel(model, info, source, weights.classes, report)
-
-
-def _open_onnx(path: Path, size: tuple[int, int] | None) -> OpenModel:
-    from everytoken_lab.models.onnx import OnnxModel
-
-    model = OnnxModel(path)
-    values = parse_metadata(model.metadata, DESCRIPTION, path)
-    if values is None:
-        raise WeightsError(f"{path} does not say how images are prepared for it: everytoken did not export it.")
-    info = Description.from_values(values, str(path))
-    if size not in (None, model.size):
-        raise EverytokenError(f"{path} takes images of {model.size[1]} x {model.size[0]} pixels only (img_size).")
-    return OpenModel(model, info, str(path), _named_classes(model.num_classes, info.class_names, str(path)))
 
 
 def with_own_head(backbone: nn.Module, info: Description | None) -> TokenModel:
@@ -490,15 +473,12 @@ def _seconds_of_random_weights(name: str, size: int) -> float:
 
 
 def find_weights(source: str | Path) -> Path:
-    """The weights file that a path means: itself; for a run folder its best weights, else the newest checkpoint's.
-
-    For the folder of an exported model, its weights, else the ONNX file.
-    """
+    """The weights file that a path means: itself; for a run folder its best weights, else the newest checkpoint's."""
     path = Path(source).expanduser()
     if path.is_dir():
         steps = [p for p in path.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
         trained = [folder / name for folder in (path, *sorted(steps, reverse=True)) for name in _WEIGHTS]
-        for candidate in (path / "best.safetensors", *trained, path / "model.onnx"):
+        for candidate in (path / "best.safetensors", *trained):
             if candidate.is_file():
                 return candidate
         if (path / "shards").is_dir():
