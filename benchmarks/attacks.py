@@ -607,13 +607,13 @@ def servers(world: World) -> Iterator[Trial]:
         if cached is not None:
             command(*words, environment=environment, codes=(0,))
             next(cache.glob("*/val.tar")).write_bytes(cached)
-        patience, remote._TIMEOUT, remote._LISTING = remote._TIMEOUT, 1, 1
+        patience, remote._TIMEOUT = remote._TIMEOUT, 1
         for name, fake in fakes.items():
             setattr(MemoryFileSystem, name, fake)
         try:
             text = command(*words, environment=environment, codes=codes)
         finally:
-            remote._TIMEOUT, remote._LISTING = patience, 4 * patience
+            remote._TIMEOUT = patience
             for name, own in plain.items():
                 setattr(MemoryFileSystem, name, own)
         left = [p for p in cache.glob("*/*") if p.suffix == ".tar" and p.read_bytes() != good]

@@ -17,10 +17,9 @@ from everytoken.models.weights import read_weights
 from everytoken_lab.cli import main
 from everytoken_lab.dense.backbone import build_features
 from everytoken_lab.dense.detect.data import open_instances
-from everytoken_lab.dense.detect.infer import Detections, Inference, coco_scores
 from everytoken_lab.dense.detect.model import load_detector
 from everytoken_lab.dense.detect.options import CocoOptions, DetectOptions, FindOptions
-from everytoken_lab.dense.detect.task import DetectTask
+from everytoken_lab.dense.detect.task import Detections, DetectTask, Inference, coco_scores
 from everytoken_lab.engine.optim import build_schedule
 from everytoken_lab.engine.recipe import apply, flat, header, read_recipe, recipe_names
 from everytoken_lab.training.options import BackboneOptions

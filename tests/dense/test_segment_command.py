@@ -13,10 +13,9 @@ from everytoken_lab.cli import main
 from everytoken_lab.data.tree import result_stems
 from everytoken_lab.dense.backbone import build_features
 from everytoken_lab.dense.segment.data import open_masks
-from everytoken_lab.dense.segment.infer import Inference
 from everytoken_lab.dense.segment.model import Segmenter, load_segmenter
 from everytoken_lab.dense.segment.options import EvalOptions, MaskOptions
-from everytoken_lab.dense.segment.task import SegmentTask
+from everytoken_lab.dense.segment.task import Inference, SegmentTask
 from everytoken_lab.draw import colour_of, palette_image, rgb
 from everytoken_lab.training.options import BackboneOptions
 
@@ -176,22 +175,6 @@ def test_a_classifier_cannot_be_loaded_as_a_segmenter_but_a_segmenter_gives_its_
     assert features.backbone.pos_embed.shape[1:] == (17, 48)
     ours, theirs = features.backbone.blocks[3].mlp.fc1.weight, load_segmenter(run)[0].features.backbone.blocks[3]
     assert torch.equal(ours, theirs.mlp.fc1.weight)
-
-
-def test_data_with_some_of_the_classes_is_evaluated_by_name(run, shapes, tmp_path, capsys):
-    for kind in ("images", "masks"):
-        (tmp_path / kind).mkdir()
-    pixels = np.asarray(Image.open(shapes / "images/val/1.png"))
-    mask = np.asarray(Image.open(shapes / "masks/val/1.png"))
-    Image.fromarray(pixels).save(tmp_path / "images/a.png")
-    Image.fromarray(np.select([mask == 0, mask == 2], [1, 0], 255).astype(np.uint8)).save(tmp_path / "masks/a.png")
-    (tmp_path / "classes.txt").write_text("square\nground\n")
-    assert main(["segment", "eval", str(run), str(tmp_path), *CPU]) == 0
-    text = capsys.readouterr().out
-    assert "2 of the 3 classes are asked" in text
-    (tmp_path / "classes.txt").write_text("square\nsoil\n")
-    assert main(["segment", "eval", str(run), str(tmp_path), *CPU]) == 2
-    assert "no class of the model: 'soil'" in capsys.readouterr().err
 
 
 def test_a_killed_run_ends_with_the_very_same_weights(shapes, tmp_path, run_with_kills):

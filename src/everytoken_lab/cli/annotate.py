@@ -35,7 +35,7 @@ class Annotate(AnnotateOptions):
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """Folder of class folders (with or without train/ and val/), zip, tar, WebDataset, torchvision:NAME."""
+    """Folder of class folders (with or without train/ and val/), tar, WebDataset, torchvision:NAME."""
     out: Path
     """Folder of the store: a new one, or an unfinished one to resume."""
     annotator: str

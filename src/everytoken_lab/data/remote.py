@@ -13,13 +13,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from filelock import FileLock
@@ -27,13 +26,13 @@ from filelock import FileLock
 from everytoken import files
 from everytoken.errors import DataError
 from everytoken_lab.data.archives import index_of
+from everytoken_lab.machine import patiently
 from everytoken_lab.schema import without_secrets
 
 CACHE_VARIABLE = "EVERYTOKEN_CACHE"
 _AT_ONCE = 4  # downloads
 _PIECE = 2 << 20
 _TIMEOUT = 30  # seconds for one piece, or for one answer
-_LISTING = 4 * _TIMEOUT  # for a list of files, which takes many answers
 _VERSION = ("ETag", "etag", "md5Hash", "checksum", "LastModified", "last_modified", "mtime", "created", "updated")
 _log = logging.getLogger(__name__)
 
@@ -93,35 +92,24 @@ def cache_folder() -> Path:
 
 
 @lru_cache(maxsize=8)
-def find_remote(patterns: tuple[str, ...]) -> list[RemoteFile]:
-    """The archives that some addresses name; each may have * and ?, or be a folder of .tar files."""
+def find_remote(addresses: tuple[str, ...]) -> list[RemoteFile]:
+    """The archives at some addresses."""
     with ThreadPoolExecutor(16) as pool:
-        return [file for some in pool.map(_matches, patterns) for file in some]
+        return list(pool.map(_describe, addresses))
 
 
-def _matches(pattern: str) -> list[RemoteFile]:
-    if pattern.startswith("pipe:"):
-        raise DataError(f"{pattern}: commands are not run; give the address itself, such as s3://BUCKET/...")
-    with _in_words(pattern):
-        fs, path = _filesystem(pattern)
-        if any(letter in path for letter in "*?["):
-            paths = sorted(_patiently(fs.glob, path, seconds=_LISTING))
-        elif not path.endswith((".tar", ".zip")) and _patiently(fs.isdir, path):
-            paths = sorted(_patiently(fs.glob, path.rstrip("/") + "/*.tar", seconds=_LISTING))
-        else:
-            paths = [path]
-        if not paths:
-            raise DataError(f"{pattern}: no archives are there.")
-        return [_describe(fs, path) for path in paths]
-
-
-def _describe(fs: Any, path: str) -> RemoteFile:
-    info, url = _patiently(fs.info, path), fs.unstrip_protocol(path)
-    if info.get("type") == "directory":
-        raise DataError(f"{without_secrets(url)} is a folder without .tar files.")
-    if not isinstance(info.get("size"), int):
+def _describe(address: str) -> RemoteFile:
+    if address.startswith("pipe:"):
+        raise DataError(f"{address}: commands are not run; give the address itself, such as s3://BUCKET/...")
+    if any(letter in address for letter in "*["):
+        raise DataError(f"{without_secrets(address)}: name the archives with braces, such as train-{{0000..0099}}.tar.")
+    with _in_words(address):
+        fs, path = _filesystem(address)
+        info, url = patiently(_TIMEOUT, fs.info, path), fs.unstrip_protocol(path)
+    if info.get("type") == "directory" or not isinstance(info.get("size"), int):
         raise DataError(
-            f"{without_secrets(url)}: the server does not say how large it is, so a download could not be checked."
+            f"{without_secrets(url)} is a folder, or the server does not say how large it is, so that a download could "
+            "not be checked. Name .tar files."
         )
     return RemoteFile(url, info["size"], " ".join(str(info[mark]) for mark in _VERSION if info.get(mark)))
 
@@ -131,20 +119,6 @@ def _filesystem(url: str) -> Any:
     import fsspec
 
     return fsspec.core.url_to_fs(url)
-
-
-def _patiently(call: Callable[..., Any], *words: Any, seconds: float = 0) -> Any:
-    """What a file system answers; a TimeoutError if it does not, and then nobody waits for its thread any longer."""
-    answer: Future[Any] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(call(*words))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    Thread(target=ask, daemon=True).start()
-    return answer.result(seconds or _TIMEOUT)
 
 
 @contextmanager
@@ -208,7 +182,7 @@ def _download(file: RemoteFile) -> None:
             what = f"({count:,} of {file.size:,} bytes). Nothing of it is kept; run the same command again."
             if count < file.size:
                 raise DataError(f"{file} could not be downloaded whole {what}")
-            if count > file.size or _describe(*_filesystem(file.url)) != file:
+            if count > file.size or _describe(file.url) != file:
                 raise DataError(f"{file} was changed during the download {what}")
             index_of(local, str(file))
             files.write_atomically(_digest_of(file.cached), content.hexdigest().encode())
@@ -217,6 +191,6 @@ def _download(file: RemoteFile) -> None:
 def _pieces(file: RemoteFile) -> Iterator[bytes]:
     with _in_words(file.url):
         fs, path = _filesystem(file.url)
-        with _patiently(partial(fs.open, block_size=_PIECE), path, "rb") as remote:
-            while piece := _patiently(remote.read, _PIECE):
+        with patiently(_TIMEOUT, fs.open, path, "rb", block_size=_PIECE) as remote:
+            while piece := patiently(_TIMEOUT, remote.read, _PIECE):
                 yield piece

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -36,39 +35,9 @@ def sheet_picture(maps: Maps, keys: Sequence[str] = (), images: Path | None = No
     for key, section, photo, remark in _chosen(maps, keys, images, count):
         card = _card(maps[key], maps.num_classes, name_of, colours, folder_label(key, find), photo, remark)
         cards.append(draw.Card(key, [card], section))
-    return draw.draw_sheet(_title(maps), SUBTITLE, cards, 2)
-
-
-def sheet_facts(maps: Maps, keys: Sequence[str] = (), images: Path | None = None, count: int = 24) -> dict[str, Any]:
-    """The same for a page on which cells can be pointed at: facts for `reports.page.render`."""
-    name_of, find = namer(maps), class_finder(maps.class_names)
-    photos: list[dict[str, Any]] = []
-    for key, _, photo, remark in _chosen(maps, keys, images, count):
-        score_map, label = maps[key], folder_label(key, find)
-        summary = summarize(score_map, maps.num_classes)
-        top = np.where(summary.inside, summary.top, -1).ravel().tolist()
-        percent = (100 * summary.confidence).round().astype(int).ravel().tolist()
-        tokens = {"columns": maps.grid[1], "top": top, "percent": percent, "area": list(score_map.area)}
-        tokens |= {"names": {c: name_of(c) if c >= 0 else "outside" for c in set(top)}, "source": "score map"}
-        answer = {"top": [summary.image_class], "right": label in (None, summary.image_class), "tokens": tokens}
-        answer |= {
-            "p": summary.image_confidence,
-            "sure": summary.image_confidence,
-            "doubt": -len(photos),
-            "note": remark,
-        }
-        shown = photo or Image.new("RGB", score_map.size if min(score_map.size) > 0 else (64, 64), "#d0d0d4")
-        facts = {"key": key, "split": "", "label": [] if label is None else [label], "answers": [answer]}
-        photos.append(facts | {"size": shown.size, "picture": draw.data_address(shown, 2 * draw.PANEL)})
-    classes = list(map(name_of, range(maps.num_classes)))
-    how = "The best class of each cell, stronger where it is surer. Enlarge a photo and point at a cell to read it."
-    return {"headline": _title(maps), "details": [how], "classes": classes, "photos": photos}
-
-
-def _title(maps: Maps) -> str:
-    title = f"{maps.path.resolve().name} · {len(maps):,} maps of {maps.grid[0]}x{maps.grid[1]} cells"
-    name = maps.meta.annotator.get("name")
-    return f"{title} · {name}" if isinstance(name, str) else title
+    title, name = f"{maps.path.resolve().name} · {len(maps):,} maps", maps.meta.annotator.get("name")
+    title += f" of {maps.grid[0]}x{maps.grid[1]} cells" + (f" · {name}" if isinstance(name, str) else "")
+    return draw.draw_sheet(title, SUBTITLE, cards, 2)
 
 
 def _chosen(

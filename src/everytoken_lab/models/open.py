@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -44,6 +43,7 @@ from everytoken.models.token_model import TokenModel
 from everytoken.models.weights import LoadReport, WeightsError, load_weights, read_weights
 from everytoken_lab import schema
 from everytoken_lab.classes import ClassList, imagenet_classes
+from everytoken_lab.machine import patiently
 from everytoken_lab.models.description import (
     DESCRIPTION,
     Description,
@@ -433,28 +433,11 @@ def fetch_modern(
             tell(f"Not downloaded: timm:{name}, whose features need about {needed:.0f} s.")
             continue
         tell(f"Downloading timm:{name}: {bytes_ / 1e6:.0f} MB, licence {config.license} (--offline: no downloads).")
-        if problem := _download(config.hf_hub_id, seconds):
-            tell(f"timm:{name} was not downloaded and is not tried: {problem}.")
-
-
-def _download(repository: str, seconds: float) -> str:
-    """Fetch one file into the cache; what went wrong. One that takes too long is left to a thread that holds nobody."""
-    import huggingface_hub as hub
-    from huggingface_hub import constants
-
-    problem = [f"it took more than {seconds:.0f} s"]
-
-    def work() -> None:
         try:
-            hub.hf_hub_download(repository, _HUB_FILE, cache_dir=constants.HF_HUB_CACHE)
-            problem[0] = ""
+            patiently(seconds, hub.hf_hub_download, config.hf_hub_id, _HUB_FILE, cache_dir=constants.HF_HUB_CACHE)
         except Exception as error:
-            problem[0] = " ".join(str(error).split())[:150]
-
-    thread = Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return problem[0]
+            problem = " ".join(str(error).split())[:150] or f"it took more than {seconds:.0f} s"
+            tell(f"timm:{name} was not downloaded and is not tried: {problem}.")
 
 
 def _seconds_of_random_weights(name: str, size: int) -> float:

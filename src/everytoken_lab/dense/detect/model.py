@@ -43,7 +43,7 @@ from torchvision.ops import (
 from everytoken.errors import EverytokenError
 from everytoken_lab.dense.backbone import Features, build_features
 from everytoken_lab.dense.common import DenseInfo, load_dense
-from everytoken_lab.dense.detect.data import Objects
+from everytoken_lab.dense.detect.data import BatchObjects
 from everytoken_lab.dense.detect.options import DetectOptions, DetectorOptions, FindOptions
 
 IOUS = (0.5, 0.6, 0.7)
@@ -153,7 +153,7 @@ class Proposals(RegionProposalNetwork):
         """Of each image: 1, 0 or -1 (left alone) for every anchor, and the box of its object."""
         labels, boxes = [], []
         for anchor, target in zip(anchors, targets, strict=True):
-            height, width = target["size"].tolist()  # on the host
+            height, width = target["size"]
             x, y = ((anchor[:, :2] + anchor[:, 2:]) / 2).unbind(1)
             valid = (x < -(-width // STRIDES[-1]) * STRIDES[-1]) & (y < -(-height // STRIDES[-1]) * STRIDES[-1])
             if self.inside:
@@ -417,10 +417,10 @@ class Detector(nn.Module):
         levels["pool"] = F.max_pool2d(levels[LEVELS[-1]], 1, 2)
         return levels, images
 
-    def losses(self, images: Tensor, objects: Objects) -> dict[str, Tensor]:
+    def losses(self, images: Tensor, objects: BatchObjects) -> dict[str, Tensor]:
         """Terms by name: objectness and anchor (of the proposals), those of the heads, and "loss", their sum."""
         levels, images = self.levels(images)
-        truth, sizes = objects.per_image(), list(objects.sizes)
+        truth, sizes = [vars(image) for image in objects], [image.size for image in objects]
         proposals, terms = self.rpn(ImageList(images, sizes), levels, truth)
         heads = self.heads.losses(levels, proposals, sizes, truth)
         terms = {"objectness": terms["loss_objectness"], "anchor": terms["loss_rpn_box_reg"], **heads}
