@@ -189,7 +189,7 @@ def test_score_maps_travel_with_their_images(data, workers):
 def test_missing_maps_are_found_before_the_first_batch(data):
     with pytest.raises(DataError, match=rf"no map of 1 of the 25 images(.|\n)*'{data.key(3)}' is not in it"):
         Loader(data, TRAIN, 5, train=True, maps=FakeStore(without={data.key(3)}))
-    with pytest.raises(DataError, match=r"no map of any of the 25 images(.|\n)*such as 'key 0'"):
+    with pytest.raises(DataError, match=r"no map of 25 of the 25 images(.|\n)*such as 'key 0'"):
         Loader(data, TRAIN, 5, train=True, maps=FakeStore(set(data.keys())))
 
 

@@ -139,8 +139,8 @@ def test_a_detector_gives_its_backbone_and_describes_itself(run, tmp_path):
     assert torch.equal(features.backbone.conv1[0].weight, detector.features.backbone.conv1[0].weight)
     assert info.class_names == ("disc", "square")
     assert info.find == FindOptions(64, 128, 0.1, 0.5, 3)
-    assert Inference.of(detector, info).find == info.find
-    other = Inference.of(detector, info, FindOptions(size=80, max_detections=9)).find
+    assert Inference(detector, info).find == info.find
+    other = Inference(detector, info, FindOptions(size=80, max_detections=9)).find
     assert other == FindOptions(80, 128, 0.1, 0.5, 9)
 
 

@@ -59,8 +59,8 @@ def test_a_segmenter_learns_and_leaves_everything_in_its_folder(run, shapes, cap
 
 def test_a_segmenter_is_used_as_it_was_validated_unless_told_otherwise(run):
     model, info = load_segmenter(run)
-    assert Inference.of(model, info).options == EvalOptions("slide", 20, (0.75, 1.0), True, (1.0, 1.5))
-    other = Inference.of(model, info, EvalOptions(mode="whole", scales=(1.0,), flip=False))
+    assert Inference(model, info).options == EvalOptions("slide", 20, (0.75, 1.0), True, (1.0, 1.5))
+    other = Inference(model, info, EvalOptions(mode="whole", scales=(1.0,), flip=False))
     assert other.options == EvalOptions("whole", 20, (1.0,), False, (1.0, 1.5))
 
 

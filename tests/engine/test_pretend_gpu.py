@@ -97,12 +97,12 @@ def test_a_detection_step_on_a_gpu_has_the_losses_of_the_cpu_and_waits_as_often_
     batch, find = photos_with_objects(), FindOptions(score_thresh=0.01, nms_thresh=0.5, max_detections=5)
     info = DetectorInfo(Description("", {}, mean=MEAN, std=STD), (), options, find)
     photo = Batch(batch.images[:1], targets=BatchObjects(batch.targets[:1]))
-    found = Inference.of(deepcopy(step.network).eval(), info)(photo)
+    found = Inference(deepcopy(step.network).eval(), info)(photo)
     torch.manual_seed(5)
     terms = deepcopy(step)(to_device(batch, "cpu", MEAN, STD))
     wanted = {name: float(term.detach()) for name, term in terms.items()}
     with PretendGpu() as gpu:
-        again = Inference.of(step.to(CUDA).network.eval(), info)(photo)
+        again = Inference(step.to(CUDA).network.eval(), info)(photo)
         step.train()
         gpu.waits.clear()
         torch.manual_seed(5)

@@ -207,19 +207,13 @@ class _ImageReader(BatchReader[tuple[np.ndarray, np.ndarray]]):
 def _check_maps(data: DataSet, maps: Maps) -> None:
     """Every image has a score map; found out before the first batch, not in the middle of an epoch."""
     without = [key for key in data.keys() if key not in maps]  # noqa: SIM118
-    if not without:
-        return
-    example = without[0]
-    if len(without) == len(data):
+    if without:
+        why = f"was skipped ({maps.skipped[without[0]]})" if without[0] in maps.skipped else "is not in it"
         raise DataError(
-            f"{maps.path} has no map of any of the {len(data):,} images of {data.name}, such as {example!r}. Its keys "
-            f"are paths relative to the annotated folder, such as {maps.key(0)!r}."
+            f"{maps.path} has no map of {len(without):,} of the {len(data):,} images of {data.name}: {without[0]!r} "
+            f"{why}. Its keys are paths relative to the annotated folder, such as {maps.key(0)!r}. New images, and "
+            "those of another val_split, need a new store; --retry-skipped tries skipped ones again."
         )
-    why = f"was skipped ({maps.skipped[example]})" if example in maps.skipped else "is not in it"
-    raise DataError(
-        f"{maps.path} has no map of {len(without):,} of the {len(data):,} images of {data.name}: {example!r} {why}. "
-        "New images, and those of another val_split, need a new store; --retry-skipped tries skipped ones again."
-    )
 
 
 # Worker processes ---------------------------------------------------------------------------------------------------

@@ -286,13 +286,6 @@ def source_of(text: str) -> str:
     return f"timm:{text}" if timm.is_model(text.partition(".")[0]) and not Path(text).exists() else text
 
 
-def _named_classes(count: int, names: Sequence[str], source: str) -> ClassList:
-    """The classes of a head with `count` outputs, which may be more than the data had classes."""
-    if len(names) > count:
-        raise EverytokenError(f"{source} has {count} outputs, but names {len(names)} classes.")
-    return ClassList(count, (*names, *(f"class {number}" for number in range(len(names), count))) if names else ())
-
-
 # timm and the Hub
 
 
@@ -481,8 +474,11 @@ def _file_weights(path: Path, architecture: str) -> Weights:
             info = Description.from_values(values["backbone"], source)
             return Weights(source, info, ClassList(0), lambda: _below(DENSE_PREFIX, read_weights(path)), own=True)
     if own := describe(path):
-        classes = _named_classes(_check_tensors(path, own), own.class_names, source)
-        return Weights(source, own, classes, partial(read_weights, path), own=True)
+        count, names = _check_tensors(path, own), own.class_names
+        if len(names) > count:
+            raise EverytokenError(f"{source} has {count} outputs, but names {len(names)} classes.")
+        more = tuple(f"class {number}" for number in range(len(names), count)) if names else ()  # than the data had
+        return Weights(source, own, ClassList(count, names + more), partial(read_weights, path), own=True)
     if not architecture:
         raise EverytokenError(f"{path} does not say which model it belongs to; name its architecture (model)")
     check_architecture(architecture)

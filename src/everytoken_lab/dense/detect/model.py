@@ -39,6 +39,7 @@ from torchvision.ops import (
     generalized_box_iou_loss,
     roi_align,
 )
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.dense.backbone import Features, build_features
@@ -392,7 +393,7 @@ class Detector(nn.Module):
             )
         self.features, self.options = features, options
         channels, cascade = options.channels, options.detector == "cascade"
-        self.pyramid = FeaturePyramidNetwork(features.dims, channels)
+        self.pyramid = FeaturePyramidNetwork(features.dims, channels, LastLevelMaxPool())
         _start_xavier(self.pyramid, nn.Conv2d)
         proposals = options.proposals or (2000 if cascade else 1000)
         after = {"training": proposals, "testing": min(proposals, 1000)}
@@ -413,9 +414,7 @@ class Detector(nn.Module):
     def levels(self, images: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Levels of the pyramid, and the images, padded to whole cells of the coarsest stage."""
         images = F.pad(images, (0, -images.shape[-1] % STRIDES[-1], 0, -images.shape[-2] % STRIDES[-1]))
-        levels = dict(self.pyramid(dict(zip(LEVELS, self.features(images), strict=True))))
-        levels["pool"] = F.max_pool2d(levels[LEVELS[-1]], 1, 2)
-        return levels, images
+        return dict(self.pyramid(dict(zip(LEVELS, self.features(images), strict=True)))), images
 
     def losses(self, images: Tensor, objects: BatchObjects) -> dict[str, Tensor]:
         """Terms by name: objectness and anchor (of the proposals), those of the heads, and "loss", their sum."""

@@ -94,18 +94,11 @@ class Detections:
         return rows
 
 
-@dataclass(frozen=True)
 class Inference:
-    """A detector, and how it is used."""
+    """A detector, used as it was validated where `find` does not say otherwise."""
 
-    model: Detector
-    info: DetectorInfo
-    find: FindOptions  # nothing is left open
-
-    @staticmethod
-    def of(model: Detector, info: DetectorInfo, find: FindOptions | None = None) -> Inference:
-        """As the detector was validated, where `find` does not say otherwise."""
-        return Inference(model, info, fill(find or FindOptions(), asdict(info.find)))
+    def __init__(self, model: Detector, info: DetectorInfo, find: FindOptions | None = None) -> None:
+        self.model, self.info, self.find = model, info, fill(find or FindOptions(), asdict(info.find))
 
     @property
     def transform(self) -> DetectTransform:
@@ -248,7 +241,7 @@ class DetectTask(DenseTask):
         skip = options.dataset.on_bad_image == "skip"
         readers = (
             ObjectReader(training, transform, options.run.seed, options.detector.masks, skip),
-            ObjectReader(validation, Inference.of(detector, info).transform, None, skip=skip),
+            ObjectReader(validation, Inference(detector, info).transform, None, skip=skip),
         )
         super().__init__(detector, info, readers, options, world, folder)
 
@@ -259,7 +252,7 @@ class DetectTask(DenseTask):
         return replace(options, find=fill(options.find, {**NEW_RUN, **sizes}))
 
     def inference(self, network: Detector) -> Inference:
-        return Inference.of(network, self.info)
+        return Inference(network, self.info)
 
     def score(self) -> DetectScore:
         return DetectScore(self.val_set)
@@ -289,7 +282,7 @@ train = partial(train_dense, DetectTask)
 def open_inference(options: SourceOptions, find: FindOptions) -> Inference:
     """A trained detector on its device, used as the options say."""
     detector, info = load_detector(options.source)
-    return Inference.of(detector.to(pick_device(options.device)), info, find)
+    return Inference(detector.to(pick_device(options.device)), info, find)
 
 
 def evaluate(options: DetectEval) -> Evaluation:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,18 +68,12 @@ _WINDOWS = 8  # that go through the network together
 _CHUNK = 2**26  # numbers that are interpolated together
 
 
-@dataclass(frozen=True)
 class Inference:
-    """A segmenter, and how it is used."""
+    """A segmenter, used as it was validated where `options` do not say otherwise."""
 
-    network: Segmenter
-    info: SegmenterInfo
-    options: EvalOptions  # nothing is left open
-
-    @staticmethod
-    def of(network: Segmenter, info: SegmenterInfo, options: EvalOptions | None = None) -> Inference:
-        """As the segmenter was validated, where `options` do not say otherwise."""
-        return Inference(network, info, fill(options or EvalOptions(), asdict(info.evaluation)))
+    def __init__(self, network: Segmenter, info: SegmenterInfo, options: EvalOptions | None = None) -> None:
+        self.network, self.info = network, info
+        self.options = fill(options or EvalOptions(), asdict(info.evaluation))
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
@@ -232,7 +226,7 @@ class SegmentTask(DenseTask):
         return replace(options, evaluation=fill(options.evaluation, NEW_RUN))
 
     def inference(self, network: Segmenter) -> Inference:
-        return Inference.of(network, self.info)
+        return Inference(network, self.info)
 
     def score(self) -> SegmentScore:
         return SegmentScore(self.info.class_names)
@@ -263,7 +257,7 @@ def open_inference(options: SegmenterOptions) -> Inference:
         if not scales:
             raise EverytokenError(f"{options.source} names no test_scales for multi_scale; give scales")
         evaluation = fill(evaluation, {"scales": scales, "flip": True})
-    return Inference.of(segmenter.to(pick_device(options.device)), info, evaluation)
+    return Inference(segmenter.to(pick_device(options.device)), info, evaluation)
 
 
 def evaluate(options: SegmentEval) -> Evaluation:
