@@ -474,11 +474,11 @@ def _file_weights(path: Path, architecture: str) -> Weights:
             info = Description.from_values(values["backbone"], source)
             return Weights(source, info, ClassList(0), lambda: _below(DENSE_PREFIX, read_weights(path)), own=True)
     if own := describe(path):
-        count, names = _check_tensors(path, own), own.class_names
-        if len(names) > count:
-            raise EverytokenError(f"{source} has {count} outputs, but names {len(names)} classes.")
-        more = tuple(f"class {number}" for number in range(len(names), count)) if names else ()  # than the data had
-        return Weights(source, own, ClassList(count, names + more), partial(read_weights, path), own=True)
+        count, known = _check_tensors(path, own), own.class_names
+        if len(known) > count:
+            raise EverytokenError(f"{source} has {count} outputs, but names {len(known)} classes.")
+        more = tuple(f"class {number}" for number in range(len(known), count)) if known else ()  # than the data had
+        return Weights(source, own, ClassList(count, known + more), partial(read_weights, path), own=True)
     if not architecture:
         raise EverytokenError(f"{path} does not say which model it belongs to; name its architecture (model)")
     check_architecture(architecture)
