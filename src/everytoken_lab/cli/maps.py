@@ -46,11 +46,11 @@ def info(options: Info) -> None:
 
 def describe(maps: Maps, summary: StoreSummary) -> dict[str, Any]:
     """What is in a store, for people: settings, counts, size, and what the maps that were looked at are like."""
-    names = maps.class_names
+    names, size = maps.class_names, sum(path.stat().st_size for path in maps.path.iterdir() if path.is_file())
     facts: dict[str, Any] = {
         "state": "complete" if maps.complete else "not finished: the same command continues it",
         "maps": len(maps),
-        "skipped images": summary.skipped,
+        "skipped images": maps.skipped,
         "images": maps.total,
         "grid": f"{maps.grid[0]} x {maps.grid[1]}",
         "classes per cell": maps.top_k,
@@ -58,8 +58,8 @@ def describe(maps: Maps, summary: StoreSummary) -> dict[str, Any]:
         "class names": f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else "not known",
         "image to annotator": maps.meta.resize_mode,
         "annotator": maps.meta.annotator or "not known",
-        "size": f"{summary.bytes_per_image * maps.total / 1e6:,.1f} MB",
-        "bytes per image": round(summary.bytes_per_image),
+        "size": f"{size / 1e6:,.1f} MB",
+        "bytes per image": round(size / maps.total),
     }
     if summary.looked_at:
         facts["looked at"] = f"{summary.looked_at:,} maps"
