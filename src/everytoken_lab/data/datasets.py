@@ -34,7 +34,7 @@ from everytoken_lab import schema
 from everytoken_lab.data.archives import ArchiveReader, Strings
 from everytoken_lab.data.decode import ImageError, Picture, naming_errors
 from everytoken_lab.data.labels import NAME as LABELS_NAME
-from everytoken_lab.data.labels import read_text, unusable_labels
+from everytoken_lab.data.labels import read_text
 from everytoken_lab.data.tree import CLASS_LISTS, NAMED, SUBSET, FileTree, find_split, parse_subset, warn_once
 
 __all__ = ["DataError", "DataSet", "FileSet", "Strings", "open_dataset", "open_splits"]
@@ -349,10 +349,9 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
     else:
         in_folders = [path for path in images if "/" in path]
         if not in_folders:
-            why = unusable_labels(tree.folder) if tree.folder is not None else ""
             raise NoClassFoldersError(
                 f"{tree.name} holds {len(images)} images but no class folders. Put the images of each class into a "
-                f"folder with the class's name, or write {LABELS_NAME} with path and label.{why and f' ({why})'}"
+                f"folder with the class's name, or write {LABELS_NAME} with path and label."
             )
         if left := len(images) - len(in_folders):
             warn_once(f"{tree.name}: left out {schema.counted(left, 'image')} outside the class folders")

@@ -103,8 +103,6 @@ class BatchSampler(Sampler[list[Request]]):
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.repeats < 1:
-            raise DataError(f"batch_size and repeats must be at least 1, got {self.batch_size} and {self.repeats}.")
         if self.train and self.total < self.batch_size * self.world:
             raise DataError(
                 f"{self.total} training images do not fill one batch of {self.batch_size} on {self.world} "
