@@ -79,11 +79,6 @@ class Detections:
     labels: np.ndarray  # int64 [n], classes from 0
     masks: list[dict[str, Any]] | None  # COCO run lengths at the source's size
 
-    def take(self, chosen: np.ndarray) -> Detections:
-        """Some of them; bool [n]."""
-        masks = None if self.masks is None else [self.masks[k] for k in np.flatnonzero(chosen)]
-        return Detections(self.boxes[chosen], self.scores[chosen], self.labels[chosen], masks)
-
     def rows(self, image: int | str, classes: Sequence[int | str]) -> list[dict[str, Any]]:
         """As COCO's result files have it. `classes`: what to call each class."""
         rows: list[dict[str, Any]] = []
@@ -322,12 +317,13 @@ def predict(options: DetectPredict) -> list[dict[str, Any]]:
     rows, objects = list[dict[str, Any]](), list[dict[str, Any]]()
     for batch, answer in answer_images(network, ObjectReader(images, network.transform, None), options, info.backbone):
         assert batch.indices is not None
-        key, shown = batch.keys[0], answer.take(answer.scores >= options.sure)
-        names = [info.class_names[label] for label in shown.labels.tolist()]
-        captions = [f"{name} {100 * score:.0f}" for name, score in zip(names, shown.scores, strict=True)]
-        masks = [tool().decode(runs).astype(bool) for runs in shown.masks or ()]
+        key, count = batch.keys[0], int((answer.scores >= options.sure).sum())  # the best come first
+        labels = answer.labels[:count].tolist()
+        names = [info.class_names[label] for label in labels]
+        captions = [f"{name} {100 * score:.0f}" for name, score in zip(names, answer.scores[:count], strict=True)]
+        masks = [tool().decode(runs).astype(bool) for runs in (answer.masks or [])[:count]]
         pixels = np.asarray(images.picture(int(batch.indices[0])).upright())
-        picture = object_overlay(pixels, shown.boxes, captions, shown.labels.tolist(), masks)
+        picture = object_overlay(pixels, answer.boxes[:count], captions, labels, masks)
         write_picture(place(key, ".objects.jpg"), picture, quality=90)
         objects += answer.rows(key, info.class_names)
         rows.append({"image": key, **dict(Counter(names).most_common())})
