@@ -570,7 +570,7 @@ def servers(world: World) -> Iterator[Trial]:
     import fsspec
     from fsspec.implementations.memory import MemoryFileSystem
 
-    from everytoken_lab.data import remote
+    from everytoken_lab.data import archives
 
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
@@ -597,7 +597,7 @@ def servers(world: World) -> Iterator[Trial]:
     def asked(
         says: str, content: bytes = good, cached: bytes | None = None, codes: tuple[int, ...] = (2,), **fakes: Any
     ) -> bool:
-        remote.find_remote.cache_clear()
+        archives.find_remote.cache_clear()
         fs, cache = fsspec.filesystem("memory"), world.new("cache")
         fs.store.clear()
         fs.pipe_file("/b/val.tar", content)
@@ -607,13 +607,13 @@ def servers(world: World) -> Iterator[Trial]:
         if cached is not None:
             command(*words, environment=environment, codes=(0,))
             next(cache.glob("*/val.tar")).write_bytes(cached)
-        patience, remote._TIMEOUT = remote._TIMEOUT, 1
+        patience, archives._TIMEOUT = archives._TIMEOUT, 1
         for name, fake in fakes.items():
             setattr(MemoryFileSystem, name, fake)
         try:
             text = command(*words, environment=environment, codes=codes)
         finally:
-            remote._TIMEOUT = patience
+            archives._TIMEOUT = patience
             for name, own in plain.items():
                 setattr(MemoryFileSystem, name, own)
         left = [p for p in cache.glob("*/*") if p.suffix == ".tar" and p.read_bytes() != good]

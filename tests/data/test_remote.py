@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
-from everytoken_lab.data import remote
+from everytoken_lab.data import archives
 from everytoken_lab.data.datasets import DataError, open_dataset
 from everytoken_lab.engine.task import Task
 
@@ -48,7 +48,7 @@ def bucket(tmp_path, monkeypatch):
         fs.pipe_file(f"/bucket/train-{number:04d}.tar", shard(number))
     fs.pipe_file("/bucket/val-0000.tar", shard(9))
     monkeypatch.setenv("EVERYTOKEN_CACHE", str(tmp_path / "cache"))
-    remote.find_remote.cache_clear()
+    archives.find_remote.cache_clear()
     calls = []
     own = MemoryFileSystem.open  # of the class, as each thread has a file system of its own
     monkeypatch.setattr(MemoryFileSystem, "open", lambda *a, **k: calls.append("open") or own(*a, **k))
@@ -128,12 +128,12 @@ def test_an_archive_that_changes_during_its_download_is_not_kept(bucket, tmp_pat
 
 def test_a_file_of_another_size_and_a_changed_archive_are_downloaded_anew(bucket, tmp_path):
     spec = "memory://bucket/train-0000.tar"
-    (file,) = remote.find_remote((spec,))
+    (file,) = archives.find_remote((spec,))
     file.cached.parent.mkdir(parents=True)
     file.cached.write_bytes(shard(0)[:500])
     assert open_dataset(spec).open_bytes(0) == jpeg(0)
     fsspec.filesystem("memory").pipe_file("/bucket/train-0000.tar", shard(7))
-    remote.find_remote.cache_clear()
+    archives.find_remote.cache_clear()
     assert open_dataset(spec).open_bytes(0) == jpeg(70)
 
 
@@ -165,7 +165,7 @@ def fetch_and_die(path, answers, at):
         yield shard(0)[: file.size // 2]
         die()
 
-    setattr(*{"piece": (remote, "_pieces", pieces), "name": (os, "replace", die)}[at])
+    setattr(*{"piece": (archives, "_pieces", pieces), "name": (os, "replace", die)}[at])
     fetch_in_a_process(path, answers)
 
 
@@ -186,7 +186,7 @@ def test_a_download_that_is_killed_anywhere_leaves_nothing_that_is_taken_for_who
 
 @pytest.mark.parametrize("call", ["info", "open", "read"])
 def test_a_server_that_is_silent_is_named(bucket, tmp_path, monkeypatch, call):
-    monkeypatch.setattr(remote, "_TIMEOUT", 0.2)
+    monkeypatch.setattr(archives, "_TIMEOUT", 0.2)
     stuck = type("Stuck", (io.BytesIO,), {"read": lambda self, size=-1: time.sleep(1) or b""})
     if call == "read":
         monkeypatch.setattr(MemoryFileSystem, "open", lambda *a, **k: stuck())
@@ -219,7 +219,7 @@ def test_wrong_bytes_do_not_stay_in_the_cache(bucket, tmp_path, caplog):
         open_dataset(address)
     assert not cached(tmp_path)
     fsspec.filesystem("memory").pipe_file("/bucket/train-0000.tar", whole)
-    remote.find_remote.cache_clear()
+    archives.find_remote.cache_clear()
     open_dataset(address)
     (archive,) = cached(tmp_path)
     archive.write_bytes(whole[:700] + bytes((whole[700] ^ 1,)) + whole[701:])
@@ -229,7 +229,7 @@ def test_wrong_bytes_do_not_stay_in_the_cache(bucket, tmp_path, caplog):
 
 
 def test_a_disk_without_room_is_noticed_before_anything_is_downloaded(bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    monkeypatch.setattr(archives.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
     with pytest.raises(DataError, match=r"do not fit on the disk of the cache.*EVERYTOKEN_CACHE"):
         open_dataset("memory://bucket/train-0000.tar")
     assert "open" not in bucket
@@ -237,7 +237,7 @@ def test_a_disk_without_room_is_noticed_before_anything_is_downloaded(bucket, tm
 
 def test_names_in_the_cache_are_plain():
     for url, name in (("s3://b/train-0.tar", "train-0.tar"), ("s3://b/..", "archive"), ("x://b/a b?c", "a_b_c")):
-        assert remote.RemoteFile(url, 1, "").cached.name == name
+        assert archives.RemoteFile(url, 1, "").cached.name == name
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 
 from everytoken.errors import DataError, EverytokenError, did_you_mean
-from everytoken_lab.data.archives import ArchiveReader
+from everytoken_lab.data.archives import ArchiveReader, RemoteFile, fetch, find_remote, is_remote
 from everytoken_lab.data.labels import NAME as LABELS_NAME
 from everytoken_lab.data.labels import Row, check_relative, find_labels, read_labels, read_text
-from everytoken_lab.data.remote import RemoteFile, fetch, find_remote, is_remote
 
 EXTENSIONS = frozenset(
     (
