@@ -31,7 +31,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Sampler, default_convert, get_worker_info
 
 from everytoken import keyed
 from everytoken.data.batch import Batch, tensors_in
@@ -257,11 +257,6 @@ class _Guarded:
             return WorkerError(f"a batch does not fit into shared memory ({error}). {more}")
         return batch
 
-    @staticmethod
-    def as_it_is(batch: Any) -> Any:
-        """The reader has collated the batch."""
-        return batch
-
 
 def _ignore_signals(worker: int) -> None:
     """Ctrl-C and a scheduler's SIGTERM reach the whole process group; only the main process should answer them, and end
@@ -287,7 +282,7 @@ class Workers:
             _Guarded(reader),  # type: ignore[arg-type]
             batch_sampler=requests,  # type: ignore[arg-type]
             num_workers=workers,
-            collate_fn=_Guarded.as_it_is,
+            collate_fn=default_convert,  # which leaves a batch as the reader has collated it
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
             prefetch_factor=ahead if workers > 0 else None,
