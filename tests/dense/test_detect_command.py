@@ -204,7 +204,7 @@ def test_mistakes_are_named(run, shapes, tmp_path, capsys):
     content["annotations"] = []
     (tmp_path / "bad.json").write_text(json.dumps(content))
     text = error("detect", "eval", str(run), str(shapes / "val"), *CPU, "--annotations", str(tmp_path / "bad.json"))
-    assert "no class of the detector (disc, square" in text
+    assert "has other classes (cup, ...) than the network was trained on (disc, square, ...)" in text
 
 
 def truth_of(data, i: int) -> Detections:

@@ -177,6 +177,13 @@ def test_a_classifier_cannot_be_loaded_as_a_segmenter_but_a_segmenter_gives_its_
     assert torch.equal(ours, theirs.mlp.fc1.weight)
 
 
+def test_data_with_other_classes_is_refused(run, shapes, tmp_path, capsys):
+    shutil.copytree(shapes, tmp_path / "shapes")
+    (tmp_path / "shapes/classes.txt").write_text("square\nground\ndisc\n")
+    assert main(["segment", "eval", str(run), str(tmp_path / "shapes"), *CPU]) == 2
+    assert "has other classes (square, ground, disc, ...)" in capsys.readouterr().err
+
+
 def test_a_killed_run_ends_with_the_very_same_weights(shapes, tmp_path, run_with_kills):
     words = ["segment", "train", str(shapes), *TINY, "--iters", "9", "--val-iters", "3", "--warmup-iters", "2"]
     words += ["--checkpoint-steps", "1", "--model-ema", "--grad-accum-steps", "2", "--batch-size", "3"]
