@@ -338,7 +338,7 @@ def test_output_is_written_by_one_module():
     """`everytoken.files`: no plain writing anywhere else, which would follow links and could be torn."""
     home = {
         "everytoken/files.py",
-        "everytoken_lab/data/remote.py",
+        "everytoken_lab/data/archives.py",
     }  # the latter in files that `open_new` made
     found = []
     for path in SRC.rglob("*.py"):

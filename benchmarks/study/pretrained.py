@@ -10,7 +10,7 @@ so that what is compared with token labels is the best that plain fine-tuning ca
 DIR/results.jsonl: accuracy after the last epoch with averaged weights, never the best of several epochs, and how well
 cells know what they show (`place`, `pointing`: measure.py).
 
-DATA holds flowers-128/photos.zip and cifar10-mini/cifar10-mini.zip (train/CLASS/..., val/CLASS/...).
+DATA holds flowers-128/photos and cifar10-mini/cifar10-mini, unpacked (train/CLASS/..., val/CLASS/...).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from everytoken_lab.machine import keep_freed_memory
 from everytoken_lab.training.classify import train
 
 NETWORK, SIZE = "registry:efficientnet_lite0", 128
-DATASETS = {"flowers": ("flowers-128/photos.zip", 30), "cifar10": ("cifar10-mini/cifar10-mini.zip", 20)}
-"""Archive, and epochs with 30 images per class; other sizes have as many updates, within a factor of 2."""
+DATASETS = {"flowers": ("flowers-128/photos", 30), "cifar10": ("cifar10-mini/cifar10-mini", 20)}
+"""Folder, and epochs with 30 images per class; other sizes have as many updates, within a factor of 2."""
 SEEDS, TUNING = (1, 2, 3, 4, 5), (1, 2)
 RATES = (1e-4, 3e-4, 1e-3)
 RECIPE: dict[str, Any] = {

@@ -6,11 +6,16 @@ import ctypes
 import os
 import shutil
 import sys
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated
+from threading import Thread
+from typing import Annotated, Any, TypeVar
 
 import tyro
 from annotated_types import Interval
+
+T = TypeVar("T")
 
 
 def cores() -> int:
@@ -73,3 +78,17 @@ def existing_folder(path: Path) -> Path:
 def free_disk(path: Path) -> int:
     """Free bytes where `path` is or will be."""
     return shutil.disk_usage(existing_folder(path)).free
+
+
+def patiently(seconds: float, call: Callable[..., T], *words: Any, **settings: Any) -> T:
+    """What a function answers; a TimeoutError after some seconds, and then nobody waits for its thread any longer."""
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(call(*words, **settings))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    Thread(target=ask, daemon=True).start()
+    return answer.result(seconds)

@@ -270,7 +270,7 @@ def test_the_summary_counts_agreement_by_image_and_by_cell(photos, tmp_path):
     annotator = function(lambda images: blocks(images).flip(-1))  # channels red, green, blue -> blue, green, red
     outcome = fill_store(data, tmp_path / "maps", annotator, QUICK)
     made = summarise(tmp_path / "maps", data, outcome.plan.label_to_class)
-    assert (made.maps, list(made.skipped), made.labelled) == (11, ["red/1.red.png"], 11)
+    assert (made.looked_at, list(Maps(tmp_path / "maps").skipped)) == (11, ["red/1.red.png"])
     assert made.images_agree == pytest.approx(10 / 11)
     assert 0.8 < made.cells_agree <= 10 / 11
     assert made.vocabulary == 3

@@ -17,10 +17,9 @@ from everytoken.models.weights import read_weights
 from everytoken_lab.cli import main
 from everytoken_lab.dense.backbone import build_features
 from everytoken_lab.dense.detect.data import open_instances
-from everytoken_lab.dense.detect.infer import Detections, Inference, coco_scores
 from everytoken_lab.dense.detect.model import load_detector
 from everytoken_lab.dense.detect.options import CocoOptions, DetectOptions, FindOptions
-from everytoken_lab.dense.detect.task import DetectTask
+from everytoken_lab.dense.detect.task import Detections, DetectTask, Inference, coco_scores
 from everytoken_lab.engine.optim import build_schedule
 from everytoken_lab.engine.options import BackboneOptions
 from everytoken_lab.engine.recipe import apply, flat, header, read_recipe, recipe_names
@@ -140,8 +139,8 @@ def test_a_detector_gives_its_backbone_and_describes_itself(run, tmp_path):
     assert torch.equal(features.backbone.conv1[0].weight, detector.features.backbone.conv1[0].weight)
     assert info.class_names == ("disc", "square")
     assert info.find == FindOptions(64, 128, 0.1, 0.5, 3)
-    assert Inference.of(detector, info).find == info.find
-    other = Inference.of(detector, info, FindOptions(size=80, max_detections=9)).find
+    assert Inference(detector, info).find == info.find
+    other = Inference(detector, info, FindOptions(size=80, max_detections=9)).find
     assert other == FindOptions(80, 128, 0.1, 0.5, 9)
 
 
@@ -205,7 +204,7 @@ def test_mistakes_are_named(run, shapes, tmp_path, capsys):
     content["annotations"] = []
     (tmp_path / "bad.json").write_text(json.dumps(content))
     text = error("detect", "eval", str(run), str(shapes / "val"), *CPU, "--annotations", str(tmp_path / "bad.json"))
-    assert "no class of the detector (disc, square" in text
+    assert "has other classes (cup, ...) than the network was trained on (disc, square, ...)" in text
 
 
 def truth_of(data, i: int) -> Detections:

@@ -17,11 +17,15 @@ from everytoken_lab.dense.detect.data import (
     DetectTransform,
     InstanceSet,
     ObjectReader,
+    check,
+    compress,
+    decode,
     divided,
+    encode,
     open_instances,
     random_crop,
+    through,
 )
-from everytoken_lab.dense.detect.masks import check, compress, decode, encode, through
 from everytoken_lab.dense.detect.options import CocoOptions, DetectAugment
 
 coco = pytest.importorskip("pycocotools.mask")
@@ -265,26 +269,23 @@ def test_boxes_and_masks_lie_on_the_objects_in_every_view(data, crop):
     flips, shown_sizes = set(), set()
     for epoch in range(6):
         batch = views(data, epoch, [0, 1, 2, 3], crop)
-        at = 0
-        for i, count in enumerate(batch.targets.counts):
-            flips.add(bool(batch.targets.matrices[i, 0, 0] < 0))
-            for _ in range(count):
-                label, mask = int(batch.targets.labels[at]), batch.targets.masks[at].bool().numpy()
-                red, blue = batch.images[i, 0].numpy().astype(int), batch.images[i, 2].numpy().astype(int)
+        for image, one in zip(batch.images, batch.targets, strict=True):
+            flips.add(bool(one.matrix[0, 0] < 0))
+            red, blue = image[0].numpy().astype(int), image[2].numpy().astype(int)
+            for label, mask, box in zip(one.labels.tolist(), one.masks.bool().numpy(), one.boxes.tolist(), strict=True):
                 shown = red - blue > 60 if label == 1 else blue - red > 60  # discs are red and squares blue
-                x0, y0, x1, y1 = batch.targets.boxes[at].tolist()
+                x0, y0, x1, y1 = box
                 rows, columns = np.nonzero(mask)
-                at += 1
                 if min(x1 - x0, y1 - y0) < 5:  # nearly cut off
                     continue
                 assert (shown & mask).sum() / (shown | mask).sum() > (0.8 if crop else 0.85)
                 edges = np.array([columns.min() - x0, rows.min() - y0, x1 - columns.max() - 1, y1 - rows.max() - 1])
                 assert edges.min() > -1.6
                 assert crop or edges.max() < 1.6  # the box of a disc that is cut stays as high as it was
-        shown_sizes |= set(batch.targets.sizes)
+        shown_sizes |= {one.size for one in batch.targets}
         if not crop:
-            assert batch.targets.counts == (2, 2, 2, 0)
-            assert {min(s) for s in batch.targets.sizes} <= {48, 64, 73}  # 80 would make the long side 120
+            assert [len(one.boxes) for one in batch.targets] == [2, 2, 2, 0]
+            assert {min(one.size) for one in batch.targets} <= {48, 64, 73}  # 80 would make the long side 120
     assert flips == {True, False}
     assert len(shown_sizes) > (8 if crop else 2)
 
@@ -312,21 +313,21 @@ def test_half_of_the_views_are_crops_as_in_swin():
 def test_a_view_depends_on_seed_epoch_and_image_alone(data):
     one = views(data, 2, [0, 1, 2])
     other = views(data, 2, [2])
-    h, w = other.targets.sizes[0]
-    assert one.targets.sizes[2] == (h, w)
+    h, w = other.targets[0].size
+    assert one.targets[2].size == (h, w)
     assert torch.equal(one.images[2, :, :h, :w], other.images[0])
-    assert torch.equal(one.targets.boxes[4:], other.targets.boxes)
-    assert any(views(data, e, [2]).targets.sizes != other.targets.sizes for e in (3, 4, 5, 6))
+    assert torch.equal(one.targets[2].boxes, other.targets[0].boxes)
+    assert any(views(data, e, [2]).targets[0].size != (h, w) for e in (3, 4, 5, 6))
 
 
 def test_batches_without_objects_and_without_masks_are_fine(data):
     batch = views(data, 0, [3])
-    assert batch.targets.boxes.shape == (0, 4)
-    assert batch.targets.per_image()[0]["masks"].shape[0] == 0
-    assert views(data, 0, [0, 3], masks=False).targets.masks is None
+    assert batch.targets[0].boxes.shape == (0, 4)
+    assert batch.targets[0].masks.shape[0] == 0
+    assert views(data, 0, [0, 3], masks=False).targets[0].masks is None
     photos = TargetSet(data / "train" / "images", ["0.png"], [])
     view = DetectTransform(DetectAugment((48,), 100))
-    assert ObjectReader(photos, view, None).__getitems__([Request(0, 0, 0)]).targets.counts == (0,)
+    assert not len(ObjectReader(photos, view, None).__getitems__([Request(0, 0, 0)]).targets[0].boxes)
 
 
 def test_an_image_of_another_size_than_its_annotations_is_named_or_skipped(data, tmp_path):
@@ -347,4 +348,4 @@ def test_an_annotation_without_mask_says_how_to_train_without(data, tmp_path):
     view = DetectTransform(DetectAugment((48,), 100))
     with pytest.raises(ImageError, match=r"annotation 1 has no segmentation"):
         ObjectReader(found, view, None, masks=True).__getitems__([Request(0, 0, 0)])
-    assert ObjectReader(found, view, None).__getitems__([Request(0, 0, 0)]).targets.counts == (2,)
+    assert len(ObjectReader(found, view, None).__getitems__([Request(0, 0, 0)]).targets[0].boxes) == 2

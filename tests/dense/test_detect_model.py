@@ -9,8 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.detection.image_list import ImageList
 
 from everytoken.errors import EverytokenError
-from everytoken_lab.dense.detect.data import Objects
-from everytoken_lab.dense.detect.infer import paste
+from everytoken_lab.dense.detect.data import BatchObjects, Objects
 from everytoken_lab.dense.detect.model import (
     Anchors,
     CascadeHeads,
@@ -23,6 +22,7 @@ from everytoken_lab.dense.detect.model import (
     pool_regions,
 )
 from everytoken_lab.dense.detect.options import NEW_RUN, DetectAugment, DetectOptions, DetectorOptions, FindOptions
+from everytoken_lab.dense.detect.task import paste
 from everytoken_lab.engine.options import BackboneOptions
 
 CODES = [(10, 10, 5, 5), (20, 20, 10, 10), (1 / 0.033, 1 / 0.033, 1 / 0.067, 1 / 0.067)]
@@ -456,11 +456,13 @@ FIND = FindOptions(**{**NEW_RUN, "score_thresh": 0.0})
 SIZES = ((64, 96), (60, 70))
 
 
-def objects(count: int = 2) -> Objects:
+def objects(count: int = 2) -> BatchObjects:
     """Of two images: the first has the first `count` of two objects, the second none."""
-    one = {name: values[:count] for name, values in truth()[0].items()}
-    matrices = torch.zeros(2, 2, 3).numpy()
-    return Objects(one["boxes"], one["labels"], one["masks"], (count, 0), SIZES, matrices, SIZES)
+    one, matrix = truth()[0], torch.zeros(2, 3).numpy()
+    return BatchObjects(
+        Objects(one["boxes"][:n], one["labels"][:n], one["masks"][:n], size, matrix, size)
+        for n, size in zip((count, 0), SIZES, strict=True)
+    )
 
 
 def small(name: str, options: DetectorOptions = TINY, **kwargs) -> Detector:

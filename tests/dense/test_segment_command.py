@@ -13,10 +13,9 @@ from everytoken_lab.cli import main
 from everytoken_lab.data.tree import result_stems
 from everytoken_lab.dense.backbone import build_features
 from everytoken_lab.dense.segment.data import open_masks
-from everytoken_lab.dense.segment.infer import Inference
 from everytoken_lab.dense.segment.model import Segmenter, load_segmenter
 from everytoken_lab.dense.segment.options import EvalOptions, MaskOptions
-from everytoken_lab.dense.segment.task import SegmentTask
+from everytoken_lab.dense.segment.task import Inference, SegmentTask
 from everytoken_lab.draw import colour_of, palette_image, rgb
 from everytoken_lab.engine.options import BackboneOptions
 
@@ -60,8 +59,8 @@ def test_a_segmenter_learns_and_leaves_everything_in_its_folder(run, shapes, cap
 
 def test_a_segmenter_is_used_as_it_was_validated_unless_told_otherwise(run):
     model, info = load_segmenter(run)
-    assert Inference.of(model, info).options == EvalOptions("slide", 20, (0.75, 1.0), True, (1.0, 1.5))
-    other = Inference.of(model, info, EvalOptions(mode="whole", scales=(1.0,), flip=False))
+    assert Inference(model, info).options == EvalOptions("slide", 20, (0.75, 1.0), True, (1.0, 1.5))
+    other = Inference(model, info, EvalOptions(mode="whole", scales=(1.0,), flip=False))
     assert other.options == EvalOptions("whole", 20, (1.0,), False, (1.0, 1.5))
 
 
@@ -178,20 +177,11 @@ def test_a_classifier_cannot_be_loaded_as_a_segmenter_but_a_segmenter_gives_its_
     assert torch.equal(ours, theirs.mlp.fc1.weight)
 
 
-def test_data_with_some_of_the_classes_is_evaluated_by_name(run, shapes, tmp_path, capsys):
-    for kind in ("images", "masks"):
-        (tmp_path / kind).mkdir()
-    pixels = np.asarray(Image.open(shapes / "images/val/1.png"))
-    mask = np.asarray(Image.open(shapes / "masks/val/1.png"))
-    Image.fromarray(pixels).save(tmp_path / "images/a.png")
-    Image.fromarray(np.select([mask == 0, mask == 2], [1, 0], 255).astype(np.uint8)).save(tmp_path / "masks/a.png")
-    (tmp_path / "classes.txt").write_text("square\nground\n")
-    assert main(["segment", "eval", str(run), str(tmp_path), *CPU]) == 0
-    text = capsys.readouterr().out
-    assert "2 of the 3 classes are asked" in text
-    (tmp_path / "classes.txt").write_text("square\nsoil\n")
-    assert main(["segment", "eval", str(run), str(tmp_path), *CPU]) == 2
-    assert "no class of the model: 'soil'" in capsys.readouterr().err
+def test_data_with_other_classes_is_refused(run, shapes, tmp_path, capsys):
+    shutil.copytree(shapes, tmp_path / "shapes")
+    (tmp_path / "shapes/classes.txt").write_text("square\nground\ndisc\n")
+    assert main(["segment", "eval", str(run), str(tmp_path / "shapes"), *CPU]) == 2
+    assert "has other classes (square, ground, disc, ...)" in capsys.readouterr().err
 
 
 def test_a_killed_run_ends_with_the_very_same_weights(shapes, tmp_path, run_with_kills):
@@ -210,6 +200,26 @@ def test_a_killed_run_ends_with_the_very_same_weights(shapes, tmp_path, run_with
         for n in ("whole", "cut")
     ]
     assert rows[0] == rows[1]
+
+
+@pytest.mark.timeout(600)
+def test_two_processes_share_the_validation_and_the_weights_give_its_numbers(
+    tmp_path, capsys, make_shapes, start_ranks
+):
+    shapes, out = make_shapes(tmp_path / "shapes", train=8, val=3, size=(80, 64)), tmp_path / "run"
+    words = [
+        *("segment", "train", str(shapes), "--model", "mobilenetv3_small_050", "--channels", "8"),
+        *("--aux-channels", "8"),
+        *("--crop-size", "32", "--iters", "3", "--val-iters", "3", "--warmup-iters", "1", "--batch-size", "2"),
+        *("--workers", "0", "--threads", "1", "--device", "cpu", "--out", str(out)),
+    ]
+    assert [program.wait(500) for program in start_ranks(2, *words)] == [0, 0]
+    assert "2 processes x 1 accumulated = 4" in (out / "log.txt").read_text()
+    best = json.loads((out / "summary.json").read_text())["best"]["score"]
+    assert main(["segment", "eval", str(out), str(shapes), "--device", "cpu", "-j", "0", "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["images"] == 3
+    assert numbers["mIoU"] == pytest.approx(best, abs=1e-3)  # batch norm's running means are the file's on both
 
 
 def test_mistakes_are_named(shapes, tmp_path, capsys, make_shapes):

@@ -126,7 +126,7 @@ def test_wrong_folders_and_class_files_are_named(tmp_path):
     with pytest.raises(DataError, match="no 'test' part"):
         open_masks(str(tmp_path), "test")
     assert read_classes(tmp_path / "classes.txt", 1) == {1: "a", 2: "b"}
-    with pytest.raises(DataError, match=r"ignored value 70000 .* is not in 0 to 65535"):
+    with pytest.raises(DataError, match=r"ignored value 70000 .* is not in 0 to 255"):
         open_masks(str(tmp_path), "train", MaskOptions(ignore_index=(70000,)))
 
 
@@ -153,7 +153,7 @@ def test_damaged_class_files_are_named(tmp_path, name, content):
 
 
 def test_class_files_may_begin_with_a_byte_order_mark(tmp_path):
-    for name, content in (("c.txt", "sky\nsea"), ("c.json", '["sky", "sea"]')):
+    for name, content in (("c.txt", "sky\nsea"), ("c.json", '{"0": "sky", "1": "sea"}')):
         (tmp_path / name).write_text(content, encoding="utf-8-sig")
         assert read_classes(tmp_path / name) == {0: "sky", 1: "sea"}
 

@@ -17,7 +17,6 @@ from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken_lab.cli import main
 from everytoken_lab.dense.backbone import Features, build_features
-from everytoken_lab.dense.segment.infer import Inference, SegmentScore, best_class, slide, starts
 from everytoken_lab.dense.segment.model import (
     LVVIT,
     FcnHead,
@@ -29,6 +28,7 @@ from everytoken_lab.dense.segment.model import (
     pixel_loss,
 )
 from everytoken_lab.dense.segment.options import NEW_RUN, DecoderOptions, EvalOptions, SegmentOptions
+from everytoken_lab.dense.segment.task import Inference, SegmentScore, best_class, slide, starts
 from everytoken_lab.engine.options import BackboneOptions
 from everytoken_lab.engine.recipe import apply, header, read_recipe, recipe_names
 from everytoken_lab.models.description import Description
@@ -267,7 +267,7 @@ def test_answers_have_the_size_of_the_image_and_chunks_do_not_change_them(monkey
     scores = torch.randn(1, 7, 5, 6)
     expected = F.interpolate(scores, (23, 31), mode="bilinear", align_corners=False)[0].argmax(0)
     assert torch.equal(best_class(scores, (23, 31)), expected)
-    monkeypatch.setattr("everytoken_lab.dense.segment.infer._CHUNK", 23 * 31 * 2)
+    monkeypatch.setattr("everytoken_lab.dense.segment.task._CHUNK", 23 * 31 * 2)
     assert torch.equal(best_class(scores, (23, 31)), expected)
     answer = ask(torch.nn.Conv2d(3, 4, 1))(Batch(torch.zeros(1, 3, 40, 90, dtype=torch.uint8)))
     assert answer.shape == (40, 90)

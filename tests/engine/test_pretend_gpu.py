@@ -22,10 +22,10 @@ from everytoken_lab.data.augment import EvalTransform
 from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.dense import common as dense
 from everytoken_lab.dense.backbone import Features
-from everytoken_lab.dense.detect.data import Objects
-from everytoken_lab.dense.detect.infer import Inference
+from everytoken_lab.dense.detect.data import BatchObjects, Objects
 from everytoken_lab.dense.detect.model import Detector, DetectorInfo
 from everytoken_lab.dense.detect.options import DetectorOptions, FindOptions
+from everytoken_lab.dense.detect.task import Inference
 from everytoken_lab.dense.segment.model import Segmenter
 from everytoken_lab.dense.segment.options import DecoderOptions
 from everytoken_lab.engine.distributed import World
@@ -72,7 +72,8 @@ def photos_with_objects():
     for mask, (x0, y0, x1, y1) in zip(masks, boxes.int().tolist(), strict=True):
         mask[y0:y1, x0:x1] = 1
     sizes = ((96, 96), (80, 96))
-    objects = Objects(boxes, torch.tensor([1, 2, 3]), masks, (2, 1), sizes, np.tile(np.eye(2, 3), (2, 1, 1)), sizes)
+    parts = zip(*(values.split((2, 1)) for values in (boxes, torch.tensor([1, 2, 3]), masks)), sizes, strict=True)
+    objects = BatchObjects(Objects(*tensors, size, np.eye(2, 3), size) for *tensors, size in parts)
     images = torch.randint(0, 255, (2, 3, 96, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     return Batch(images, targets=objects)
 
@@ -94,15 +95,14 @@ def test_a_detection_step_on_a_gpu_has_the_losses_of_the_cpu_and_waits_as_often_
     options = DetectorOptions(detector=kind, channels=16, hidden=32, proposals=50, regions=32)
     step = dense.DenseStep(Detector(Features(timm.create_model("test_convnext2")), options, 3)).train()
     batch, find = photos_with_objects(), FindOptions(score_thresh=0.01, nms_thresh=0.5, max_detections=5)
-    objects, info = batch.targets, DetectorInfo(Description("", {}, mean=MEAN, std=STD), (), options, find)
-    first = replace(objects, sizes=objects.sizes[:1], matrices=objects.matrices[:1], sources=objects.sources[:1])
-    photo = Batch(batch.images[:1], targets=first)
-    found = Inference.of(deepcopy(step.network).eval(), info)(photo)
+    info = DetectorInfo(Description("", {}, mean=MEAN, std=STD), (), options, find)
+    photo = Batch(batch.images[:1], targets=BatchObjects(batch.targets[:1]))
+    found = Inference(deepcopy(step.network).eval(), info)(photo)
     torch.manual_seed(5)
     terms = deepcopy(step)(to_device(batch, "cpu", MEAN, STD))
     wanted = {name: float(term.detach()) for name, term in terms.items()}
     with PretendGpu() as gpu:
-        again = Inference.of(step.to(CUDA).network.eval(), info)(photo)
+        again = Inference(step.to(CUDA).network.eval(), info)(photo)
         step.train()
         gpu.waits.clear()
         torch.manual_seed(5)

@@ -53,7 +53,7 @@ def known(value: Any) -> Any:
 
 def predict(task: str, options: Any) -> None:
     """A line for each image, with at most five classes; or JSON."""
-    rows = importlib.import_module(f"everytoken_lab.dense.{task}.infer").predict(options)
+    rows = importlib.import_module(f"everytoken_lab.dense.{task}.task").predict(options)
     if options.json:
         for row in rows:
             say(json.dumps(row))

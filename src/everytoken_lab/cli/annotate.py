@@ -35,7 +35,7 @@ class Annotate(AnnotateOptions):
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """Folder of class folders (with or without train/ and val/), zip, tar, WebDataset, torchvision:NAME."""
+    """Folder of class folders (with or without train/ and val/), tar, WebDataset, torchvision:NAME."""
     out: Path
     """Folder of the store: a new one, or an unfinished one to resume."""
     annotator: str
@@ -74,7 +74,7 @@ def _report(options: Annotate, outcome: Outcome) -> int:
         notes.append(f"the maps have {rows} x {columns} cells; twice the --img-size gives twice as many each way.")
     for note in notes:
         say(f"note: {note}")
-    if not summary.maps:
+    if not len(store):
         say("none of the images could be read, so there are no maps.", file=sys.stderr)
         return 1
     maps = quote(str(options.out))

@@ -51,11 +51,11 @@ def train(options: Train) -> None:
 
 
 def evaluate(options: Eval) -> None:
-    from everytoken_lab.dense.detect import infer
+    from everytoken_lab.dense.detect import task
 
-    result = infer.evaluate(options)
+    result = task.evaluate(options)
     kinds = [kind for kind in ("box", "mask") if f"{kind} AP" in result.numbers]
-    rows = [{"": kind, **{n: _dense.known(result.numbers[f"{kind} {n}"]) for n in infer.NAMES}} for kind in kinds]
+    rows = [{"": kind, **{n: _dense.known(result.numbers[f"{kind} {n}"]) for n in task.NAMES}} for kind in kinds]
     _dense.report(result, options, rows, f"{kinds[-1]} AP")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from everytoken.errors import EverytokenError
-from everytoken.files import write_atomically, write_picture
+from everytoken.files import write_picture
 from everytoken.maps import Maps, verify
 from everytoken_lab.cli._tables import print_facts, print_some
 from everytoken_lab.maps.released import import_released
@@ -46,11 +46,11 @@ def info(options: Info) -> None:
 
 def describe(maps: Maps, summary: StoreSummary) -> dict[str, Any]:
     """What is in a store, for people: settings, counts, size, and what the maps that were looked at are like."""
-    names = maps.class_names
+    names, size = maps.class_names, sum(path.stat().st_size for path in maps.path.iterdir() if path.is_file())
     facts: dict[str, Any] = {
         "state": "complete" if maps.complete else "not finished: the same command continues it",
         "maps": len(maps),
-        "skipped images": summary.skipped,
+        "skipped images": maps.skipped,
         "images": maps.total,
         "grid": f"{maps.grid[0]} x {maps.grid[1]}",
         "classes per cell": maps.top_k,
@@ -58,8 +58,8 @@ def describe(maps: Maps, summary: StoreSummary) -> dict[str, Any]:
         "class names": f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else "not known",
         "image to annotator": maps.meta.resize_mode,
         "annotator": maps.meta.annotator or "not known",
-        "size": f"{summary.bytes_per_image * maps.total / 1e6:,.1f} MB",
-        "bytes per image": round(summary.bytes_per_image),
+        "size": f"{size / 1e6:,.1f} MB",
+        "bytes per image": round(size / maps.total),
     }
     if summary.looked_at:
         facts["looked at"] = f"{summary.looked_at:,} maps"
@@ -85,7 +85,7 @@ class Sheet:
     """Draw images with their maps. First those where map and folder disagree; or those you name.
 
     Examples:
-        everytoken maps sheet maps --images photos --out sheet.html
+        everytoken maps sheet maps --images photos --out sheet.png
         everytoken maps sheet maps cat/1.jpg dog/7.jpg --images photos --out two.png
     """
 
@@ -95,24 +95,18 @@ class Sheet:
     images: Path | None = None
     """The image folder that was annotated. Without it the cells are drawn on grey."""
     out: Path = Path("sheet.png")
-    """A picture to write, or with .html a page on which cells can be pointed at."""
+    """The picture to write."""
     count: int = 24
     """Images on the sheet, if they are not named."""
 
 
 def sheet(options: Sheet) -> None:
-    from everytoken_lab.maps.sheet import sheet_facts, sheet_picture
-    from everytoken_lab.reports.page import render
+    from everytoken_lab.maps.sheet import sheet_picture
 
-    maps = Maps(options.maps, partial=True)
-    is_page = options.out.suffix.lower() in (".html", ".htm")
-    drawn = (sheet_facts if is_page else sheet_picture)(maps, options.keys, options.images, options.count)
+    drawn = sheet_picture(Maps(options.maps, partial=True), options.keys, options.images, options.count)
     try:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(drawn, dict):
-            write_atomically(options.out, render(f"Score maps of {options.maps}", drawn).encode())
-        else:
-            write_picture(options.out, drawn)
+        write_picture(options.out, drawn)
     except OSError as error:
         raise EverytokenError(f"cannot write {options.out}: {error}.") from error
     say(f"wrote {options.out}")

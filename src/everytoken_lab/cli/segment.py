@@ -51,9 +51,9 @@ def train(options: Train) -> None:
 
 
 def evaluate(options: Eval) -> None:
-    from everytoken_lab.dense.segment import infer
+    from everytoken_lab.dense.segment import task
 
-    result = infer.evaluate(options)
+    result = task.evaluate(options)
     titles = {"mIoU": "mIoU", "mAcc": "mean class accuracy", "aAcc": "pixels right"}
     _dense.report(result, options, [{"": titles[name], "%": f"{result.numbers[name]:.2f}"} for name in titles], "IoU")
 

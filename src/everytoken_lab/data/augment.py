@@ -35,14 +35,7 @@ from everytoken_lab import schema
 from everytoken_lab.data.decode import Picture
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-FILTERS = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "box": Image.Resampling.BOX,
-    "hamming": Image.Resampling.HAMMING,
-    "lanczos": Image.Resampling.LANCZOS,
-}
+FILTERS = {resampling.name.lower(): resampling for resampling in Image.Resampling}
 CROP_MODES = ("center", "squash", "border")
 _Chance = Annotated[float, Interval(ge=0, le=1)]
 _Area = Annotated[float, Interval(gt=0, le=1)]

@@ -2,7 +2,7 @@
 
 `docs/data.md` has the table of what `open_dataset` accepts: class folders, archives of such folders, WebDataset shards,
 `labels.csv`, lists of files, archives at an address (`tree` finds the files of all these), `subset:LIST:DATA`, and
-`torchvision:NAME` (`named`).
+`torchvision:NAME`.
 
 A key is the image's path relative to the folder of its split, with "/" between the parts. It names the sample
 everywhere: in the store of score maps, in random draws, in logs. Classes are the names of the first folders, sorted;
@@ -13,6 +13,8 @@ share the memory instead of slowly copying it.
 from __future__ import annotations
 
 import hashlib
+import inspect
+import io
 import os
 import re
 from abc import ABC, abstractmethod
@@ -30,9 +32,9 @@ from everytoken.errors import DataError, did_you_mean
 from everytoken.files import read_bytes
 from everytoken_lab import schema
 from everytoken_lab.data.archives import ArchiveReader, Strings
-from everytoken_lab.data.decode import Picture, naming_errors
+from everytoken_lab.data.decode import ImageError, Picture, naming_errors
 from everytoken_lab.data.labels import NAME as LABELS_NAME
-from everytoken_lab.data.labels import read_text, unusable_labels
+from everytoken_lab.data.labels import read_text
 from everytoken_lab.data.tree import CLASS_LISTS, NAMED, SUBSET, FileTree, find_split, parse_subset, warn_once
 
 __all__ = ["DataError", "DataSet", "FileSet", "Strings", "open_dataset", "open_splits"]
@@ -156,7 +158,7 @@ class FileSet(DataSet):
 
 
 class ArchiveSet(FileSet):
-    """Image files of zip or tar files; `numbers`: those of the reader."""
+    """Image files of tar files; `numbers`: those of the reader."""
 
     PER_IMAGE = ("labels", "images", "numbers")
 
@@ -206,8 +208,6 @@ def open_dataset(
         return _open_files(spec, split, None if class_list is None else _read_class_list(class_list), labelled)
     if class_list is not None:
         raise DataError(f"{spec}: class_list is for folders and archives; this dataset has its own class names.")
-    from everytoken_lab.data.named import open_named
-
     return open_named(spec, "train" if split == "undivided" else split)
 
 
@@ -349,10 +349,9 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
     else:
         in_folders = [path for path in images if "/" in path]
         if not in_folders:
-            why = unusable_labels(tree.folder) if tree.folder is not None else ""
             raise NoClassFoldersError(
                 f"{tree.name} holds {len(images)} images but no class folders. Put the images of each class into a "
-                f"folder with the class's name, or write {LABELS_NAME} with path and label.{why and f' ({why})'}"
+                f"folder with the class's name, or write {LABELS_NAME} with path and label."
             )
         if left := len(images) - len(in_folders):
             warn_once(f"{tree.name}: left out {schema.counted(left, 'image')} outside the class folders")
@@ -396,8 +395,8 @@ def _read_shards(
 ) -> tuple[list[tuple[str, ...]], list[str]] | None:
     """The label of each image in WebDataset shards, and the classes; None if the tree is not made of shards.
 
-    The files of one sample share a name: 000123.jpg, 000123.cls; the latter holds a class name, or its number. The
-    shards are indexed and read at random like other archives, so shuffling is complete and resuming exact.
+    The files of one sample share a name: 000123.jpg, 000123.cls; the latter holds the number of its class. The shards
+    are indexed and read at random like other archives, so shuffling is complete and resuming exact.
     """
     reader, seen = tree.reader, Counter(path for path, _ in tree.members)
     files = {_stem(path): i for path, i in tree.members if path.endswith(".cls")}
@@ -409,11 +408,9 @@ def _read_shards(
         if _stem(path) not in files:
             raise DataError(f"{tree.name}: {path} has no label: there is no {_stem(path)}.cls.")
     texts = [reader.read(files[_stem(path)]).decode("utf-8", "replace").strip() for path in images]
-    numbers = [int(text) for text in texts if re.fullmatch(r"-?[0-9]{1,7}", text)]
-    if not numbers:
-        return [(text,) for text in texts], class_names or sorted(set(texts))
-    if len(numbers) < len(texts):
-        raise DataError(f"{tree.name}: some labels are numbers and some are names; make them all alike.")
+    if wrong := [text for text in texts if not re.fullmatch(r"[0-9]{1,7}", text)]:
+        raise DataError(f"{tree.name}: the label {wrong[0][:40]!r} is no number of a class.")
+    numbers = list(map(int, texts))
     class_names = class_names or [str(k) for k in range(max(numbers) + 1)]
     known = dict(enumerate(class_names))
     return [(known.get(value, f"number {value}"),) for value in numbers], class_names
@@ -427,3 +424,97 @@ def _stem(path: str) -> str:
 
 class NoClassFoldersError(DataError):
     """A folder holds images, but they do not lie in class folders."""
+
+
+# torchvision's datasets ---------------------------------------------------------------------------------------------
+
+_SPELLINGS = {  # of splits there, in the order of preference
+    "train": ("train", "training", "trainval", "train-standard"),
+    "val": ("validation", "val", "valid", "dev", "test"),
+    "test": ("test",),
+}
+
+
+class TorchvisionSet(DataSet):
+    """One split of a torchvision dataset: Pillow images, whose keys are "split/number" (train/00000012)."""
+
+    PER_IMAGE = ("labels", "numbers")
+
+    def __init__(self, name: str, split: str, data: Any, labels: Any, class_names: Iterable[Any] | None) -> None:
+        self.name, self.split, self.data, self.labels = name, split, data, np.asarray(labels, dtype=np.int64)
+        names = [", ".join(name) if isinstance(name, (tuple, list)) else str(name) for name in class_names or ()]
+        self.numbers = np.arange(len(self.labels))
+        top = int(self.labels.max(initial=-1))
+        self.class_names = names if len(names) > top else [str(k) for k in range(top + 1)]
+
+    def key(self, i: int) -> str:
+        return f"{self.split}/{self.numbers[i]:08d}"
+
+    def where(self, i: int) -> str:
+        return f"{self.name}, {self.split} image {self.numbers[i]}"
+
+    def open_bytes(self, i: int) -> bytes:
+        """The image as a PNG file (lossless)."""
+        file = io.BytesIO()
+        self.picture(i).image.save(file, "PNG")
+        return file.getvalue()
+
+    def picture(self, i: int) -> Picture:
+        try:
+            image = self.data[int(self.numbers[i])][0]
+        except (OSError, SyntaxError, ValueError) as error:
+            raise ImageError(f"{self.where(i)}: cannot be read ({error}).") from error
+        if not isinstance(image, Image.Image):
+            raise DataError(f"{self.name} gives {type(image).__name__} instead of images; it cannot be used here.")
+        return Picture(image, self.where(i))
+
+
+def open_named(spec: str, split: str) -> DataSet:
+    """Open one split ("train", "val" or "test") of torchvision:NAME or torchvision:NAME:FOLDER."""
+    from torchvision import datasets
+
+    if split not in _SPELLINGS:
+        raise DataError(f"{spec}: the split {split!r} is none of {', '.join(_SPELLINGS)}.")
+    _, name, *folder = spec.split(":", 2)
+    root = Path("".join(folder) or "~/.cache/everytoken/datasets").expanduser()
+    names = {n.lower(): n for n in datasets.__all__ if inspect.isclass(getattr(datasets, n, None))}
+    if name.lower() not in names:
+        raise DataError(f"torchvision has no dataset {name!r}.{did_you_mean(name, names.values())}")
+    name = names[name.lower()]
+    make = getattr(datasets, name)
+    accepted = inspect.signature(make).parameters
+    choices: list[dict[str, Any]] = [{}]
+    if "train" in accepted:
+        choices = [{"train": split == "train"}]
+    elif "split" in accepted:
+        choices = [{"split": spelling} for spelling in _SPELLINGS[split]]
+    elif split != "train":
+        raise DataError(f"torchvision:{name} is not divided into splits; hold images out with val_split, such as 0.1.")
+    refusal: Exception | None = None
+    for choice in choices:
+        try:
+            data = make(str(root), **choice)
+        except ValueError as error:  # no split of that name
+            refusal = error
+            continue
+        except Exception as error:  # not there, damaged, or wants other arguments: many kinds
+            given = ", ".join(f"{key}={value!r}" for key, value in {"root": str(root), **choice}.items())
+            raise DataError(
+                f"torchvision:{name} cannot be opened in {root}: {error}\n"
+                f"If you have it, name the folder that holds it: torchvision:{name}:FOLDER. To download it, once:\n"
+                f'  python -c "from torchvision.datasets import {name}; {name}({given}, download=True)"'
+            ) from error
+        try:
+            labels, classes = _labels(data), getattr(data, "classes", None)
+            return TorchvisionSet(f"torchvision:{name}", str(choice.get("split", split)), data, labels, classes)
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise DataError(f"torchvision:{name} has no class for each image, so it cannot be used here.") from error
+    raise DataError(f"torchvision:{name} has no images for {split}: {refusal}")
+
+
+def _labels(data: Any) -> list[int]:
+    for attribute in ("targets", "labels", "_labels", "y", "samples", "_samples", "imgs"):
+        values = getattr(data, attribute, None)
+        if values is not None and len(values) == len(data):
+            return [int(value[1] if isinstance(value, (tuple, list)) else value) for value in values]
+    return [int(data[i][1]) for i in range(len(data))]  # decodes everything once; the last resort

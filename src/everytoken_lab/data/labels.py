@@ -43,20 +43,9 @@ class Row:
 
 
 def find_labels(path: Path) -> Path | None:
-    """The labels file that a path means: a .csv file, or `labels.csv` in a folder, if it has the columns."""
-    if path.suffix.lower() == ".csv" and path.is_file():
-        return path
-    return path / NAME if (path / NAME).is_file() and not unusable_labels(path) else None
-
-
-def unusable_labels(folder: Path) -> str:
-    """Why `labels.csv` in a folder does not count; "" if it does, or if there is none."""
-    try:
-        if (folder / NAME).is_file():
-            _columns(folder / NAME, next(_rows(folder / NAME), None))
-    except DataError as error:
-        return str(error)
-    return ""
+    """The labels file that a path means: a .csv file, or `labels.csv` in a folder."""
+    file = path if path.suffix.lower() == ".csv" else path / NAME
+    return file if file.is_file() else None
 
 
 def read_labels(file: Path) -> tuple[Row, ...]:
@@ -133,7 +122,8 @@ def _columns(file: Path, header: tuple[int, list[str]] | None) -> list[str]:
     if missing := [name for name in _COLUMNS if name not in columns]:
         raise DataError(
             f"{file}, line 1: there is no column {' and no column '.join(missing)}; there is {', '.join(columns)}."
-            f"{did_you_mean(missing[0], columns)} It needs path and label, and may have split."
+            f"{did_you_mean(missing[0], columns)} It needs path and label, and may have split. Rename the "
+            "file if it is something else."
         )
     return columns
 

@@ -31,7 +31,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Sampler, default_convert, get_worker_info
 
 from everytoken import keyed
 from everytoken.data.batch import Batch, tensors_in
@@ -103,8 +103,6 @@ class BatchSampler(Sampler[list[Request]]):
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.repeats < 1:
-            raise DataError(f"batch_size and repeats must be at least 1, got {self.batch_size} and {self.repeats}.")
         if self.train and self.total < self.batch_size * self.world:
             raise DataError(
                 f"{self.total} training images do not fill one batch of {self.batch_size} on {self.world} "
@@ -207,19 +205,13 @@ class _ImageReader(BatchReader[tuple[np.ndarray, np.ndarray]]):
 def _check_maps(data: DataSet, maps: Maps) -> None:
     """Every image has a score map; found out before the first batch, not in the middle of an epoch."""
     without = [key for key in data.keys() if key not in maps]  # noqa: SIM118
-    if not without:
-        return
-    example = without[0]
-    if len(without) == len(data):
+    if without:
+        why = f"was skipped ({maps.skipped[without[0]]})" if without[0] in maps.skipped else "is not in it"
         raise DataError(
-            f"{maps.path} has no map of any of the {len(data):,} images of {data.name}, such as {example!r}. Its keys "
-            f"are paths relative to the annotated folder, such as {maps.key(0)!r}."
+            f"{maps.path} has no map of {len(without):,} of the {len(data):,} images of {data.name}: {without[0]!r} "
+            f"{why}. Its keys are paths relative to the annotated folder, such as {maps.key(0)!r}. New images, and "
+            "those of another val_split, need a new store; --retry-skipped tries skipped ones again."
         )
-    why = f"was skipped ({maps.skipped[example]})" if example in maps.skipped else "is not in it"
-    raise DataError(
-        f"{maps.path} has no map of {len(without):,} of the {len(data):,} images of {data.name}: {example!r} {why}. "
-        "New images, and those of another val_split, need a new store; --retry-skipped tries skipped ones again."
-    )
 
 
 # Worker processes ---------------------------------------------------------------------------------------------------
@@ -265,11 +257,6 @@ class _Guarded:
             return WorkerError(f"a batch does not fit into shared memory ({error}). {more}")
         return batch
 
-    @staticmethod
-    def as_it_is(batch: Any) -> Any:
-        """The reader has collated the batch."""
-        return batch
-
 
 def _ignore_signals(worker: int) -> None:
     """Ctrl-C and a scheduler's SIGTERM reach the whole process group; only the main process should answer them, and end
@@ -295,7 +282,7 @@ class Workers:
             _Guarded(reader),  # type: ignore[arg-type]
             batch_sampler=requests,  # type: ignore[arg-type]
             num_workers=workers,
-            collate_fn=_Guarded.as_it_is,
+            collate_fn=default_convert,  # which leaves a batch as the reader has collated it
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
             prefetch_factor=ahead if workers > 0 else None,

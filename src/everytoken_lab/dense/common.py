@@ -279,6 +279,15 @@ def train_dense(
 # -- evaluation and prediction ----------------------------------------------------------------------------------------
 
 
+def check_classes(info: DenseInfo, data: TargetSet) -> None:
+    """The data must have the classes that a network was trained on, in their order."""
+    if tuple(data.class_names) != info.class_names:
+        raise EverytokenError(
+            f"{data.name} has other classes ({', '.join(data.class_names[:3])}, ...) than the network was trained on "
+            f"({', '.join(info.class_names[:3])}, ...)"
+        )
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """A network on a dataset."""

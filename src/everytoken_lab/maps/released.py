@@ -74,8 +74,7 @@ def import_released(
                 if progress is not None:
                     progress(done, len(by_key))
         store = writer.finalize()
-    unused = [file for file in label_files if file not in {released_path(key) for key in by_key}]
-    if unused:
+    if unused := sorted(set(label_files) - {released_path(key) for key in by_key}):
         notes.append(f"{len(unused):,} label files have no image (for example {unused[0]})")
     return store, notes
 

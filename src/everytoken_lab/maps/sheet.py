@@ -7,9 +7,8 @@ maps are all shown where they lie; what the map does not cover stays grey.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -30,51 +29,6 @@ _SCANNED = 5000  # maps to look through for interesting ones
 def sheet_picture(maps: Maps, keys: Sequence[str] = (), images: Path | None = None, count: int = 24) -> Image.Image:
     """Images with their maps in one picture: those that are named by `keys`, or first those where map and folder
     disagree, then others; see `everytoken maps sheet`."""
-    name_of, find = namer(maps), class_finder(maps.class_names)
-    colours = draw.ClassColours(list(map(name_of, range(maps.num_classes))))
-    cards = []
-    for key, section, photo, remark in _chosen(maps, keys, images, count):
-        card = _card(maps[key], maps.num_classes, name_of, colours, folder_label(key, find), photo, remark)
-        cards.append(draw.Card(key, [card], section))
-    return draw.draw_sheet(_title(maps), SUBTITLE, cards, 2)
-
-
-def sheet_facts(maps: Maps, keys: Sequence[str] = (), images: Path | None = None, count: int = 24) -> dict[str, Any]:
-    """The same for a page on which cells can be pointed at: facts for `reports.page.render`."""
-    name_of, find = namer(maps), class_finder(maps.class_names)
-    photos: list[dict[str, Any]] = []
-    for key, _, photo, remark in _chosen(maps, keys, images, count):
-        score_map, label = maps[key], folder_label(key, find)
-        summary = summarize(score_map, maps.num_classes)
-        top = np.where(summary.inside, summary.top, -1).ravel().tolist()
-        percent = (100 * summary.confidence).round().astype(int).ravel().tolist()
-        tokens = {"columns": maps.grid[1], "top": top, "percent": percent, "area": list(score_map.area)}
-        tokens |= {"names": {c: name_of(c) if c >= 0 else "outside" for c in set(top)}, "source": "score map"}
-        answer = {"top": [summary.image_class], "right": label in (None, summary.image_class), "tokens": tokens}
-        answer |= {
-            "p": summary.image_confidence,
-            "sure": summary.image_confidence,
-            "doubt": -len(photos),
-            "note": remark,
-        }
-        shown = photo or Image.new("RGB", score_map.size if min(score_map.size) > 0 else (64, 64), "#d0d0d4")
-        facts = {"key": key, "split": "", "label": [] if label is None else [label], "answers": [answer]}
-        photos.append(facts | {"size": shown.size, "picture": draw.data_address(shown, 2 * draw.PANEL)})
-    classes = list(map(name_of, range(maps.num_classes)))
-    how = "The best class of each cell, stronger where it is surer. Enlarge a photo and point at a cell to read it."
-    return {"headline": _title(maps), "details": [how], "classes": classes, "photos": photos}
-
-
-def _title(maps: Maps) -> str:
-    title = f"{maps.path.resolve().name} · {len(maps):,} maps of {maps.grid[0]}x{maps.grid[1]} cells"
-    name = maps.meta.annotator.get("name")
-    return f"{title} · {name}" if isinstance(name, str) else title
-
-
-def _chosen(
-    maps: Maps, keys: Sequence[str], images: Path | None, count: int
-) -> Iterator[tuple[str, str, Image.Image | None, str]]:
-    """Key, why it is shown, photo and a remark about it, of the images of a sheet."""
     chosen = [(key, "") for key in keys]
     if not chosen:
         if not len(maps) or count < 1:
@@ -83,8 +37,15 @@ def _chosen(
         scanned = sum(counts.values())
         chosen = [(key, f"{reason} ({counts[reason]:,} of {scanned:,} looked at)") for key, reason in picks]
     folder = None if images is None else find_images(images, [key for key, _ in chosen])
+    names, find = [shown_name(maps.meta.class_name(k)) for k in range(maps.num_classes)], class_finder(maps.class_names)
+    colours, cards = draw.ClassColours(names), []
     for key, section in chosen:
-        yield key, section, *((None, "") if folder is None else load_photo(folder / key, maps[key].size))
+        photo, remark = (None, "") if folder is None else load_photo(folder / key, maps[key].size)
+        row = _row(maps[key], names, colours, folder_label(key, find), photo, remark)
+        cards.append(draw.Card(key, [row], section))
+    title, name = f"{maps.path.resolve().name} · {len(maps):,} maps", maps.meta.annotator.get("name")
+    title += f" of {maps.grid[0]}x{maps.grid[1]} cells" + (f" · {name}" if isinstance(name, str) else "")
+    return draw.draw_sheet(title, SUBTITLE, cards, 2)
 
 
 def pick(maps: Maps, count: int) -> tuple[list[tuple[str, str]], dict[str, int]]:
@@ -118,11 +79,6 @@ def find_images(images: Path, keys: Sequence[str]) -> Path:
     return best
 
 
-def namer(maps: Maps) -> Callable[[int], str]:
-    """From class ids to names for people."""
-    return lambda number: shown_name(maps.meta.class_name(number))
-
-
 def load_photo(path: Path, size: tuple[int, int]) -> tuple[Image.Image | None, str]:
     """An upright RGB image as large as a panel, and a remark when something is odd about it."""
     try:
@@ -138,20 +94,19 @@ def load_photo(path: Path, size: tuple[int, int]) -> tuple[Image.Image | None, s
     return draw.fit_photo(photo), remark
 
 
-def _card(
+def _row(
     score_map: ScoreMap,
-    num_classes: int,
-    name_of: Callable[[int], str],
+    names: Sequence[str],
     colours: draw.ClassColours,
     folder_class: int | None,
     photo: Image.Image | None,
     remark: str,
 ) -> draw.Row:
-    summary = summarize(score_map, num_classes)
-    label, ink = f"map: {name_of(summary.image_class)} {summary.image_confidence:.0%}", draw.FAINT
+    summary = summarize(score_map, len(names))
+    label, ink = f"map: {names[summary.image_class]} {summary.image_confidence:.0%}", draw.FAINT
     if folder_class is not None:
         same = folder_class == summary.image_class
-        label += ", like its folder" if same else f"      folder: {name_of(folder_class)}"
+        label += ", like its folder" if same else f"      folder: {names[folder_class]}"
         ink = draw.GREEN if same else draw.RED
     if photo is None:  # grey, of the same shape
         width, height = score_map.size if min(score_map.size) > 0 else (draw.PANEL, draw.PANEL)
@@ -160,7 +115,7 @@ def _card(
     area, confidence = score_map.area, summary.confidence[summary.inside]
     sure = f"{confidence.min():.0%} to {confidence.max():.0%} · {summary.vocabulary} classes"
     top = np.where(summary.inside, summary.top, -1)
-    painted, legend = draw.class_picture(photo, top, summary.confidence, name_of, colours, area)
+    painted, legend = draw.class_picture(photo, top, summary.confidence, names.__getitem__, colours, area)
     panels = [
         draw.Panel("photo", photo),
         draw.Panel("what the map says", painted),

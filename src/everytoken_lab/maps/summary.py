@@ -89,28 +89,23 @@ def summarize_some(
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """A store in numbers; means over the maps that were looked at."""
+    """Means over the maps that were looked at.
 
-    maps: int
-    skipped: dict[str, str]
-    """Images without a map, with the reason."""
-    bytes_per_image: float
-    """On disk, trained annotators left out."""
+    Attributes:
+        vocabulary: classes in a map. confidence: probability of a cell's best class.
+        images_agree: fraction of the maps with a known class whose own it is; None if there are none.
+        cells_agree: fraction of their cells whose best class it is.
+    """
+
     looked_at: int
-    labelled: int
-    """Of those, how many have a known class."""
-    images_agree: float | None
-    """Fraction of the labelled maps whose class is the true one; None without labels."""
-    cells_agree: float | None
-    """Fraction of their cells whose best class is the true one."""
     vocabulary: float
-    """Classes in a map."""
     confidence: float
-    """Probability of a cell's best class."""
+    images_agree: float | None = None
+    cells_agree: float | None = None
 
 
 def summarize_store(maps: Maps, limit: int = 512, label_of: Callable[[str], int | None] | None = None) -> StoreSummary:
-    """Count, and look at up to `limit` maps spread over the store; `label_of`: see `summarize_some`."""
+    """Look at up to `limit` maps spread over the store; `label_of`: see `summarize_some`."""
     vocabulary, confidence, images, cells = [], [], [], []
     for _, summary, label in summarize_some(maps, limit, label_of):
         vocabulary.append(summary.vocabulary)
@@ -118,7 +113,7 @@ def summarize_store(maps: Maps, limit: int = 512, label_of: Callable[[str], int 
         if label is not None:
             images.append(summary.image_class == label)
             cells.append((summary.top[summary.inside] == label).mean())
-    size = sum(path.stat().st_size for path in maps.path.iterdir() if path.is_file()) / maps.total
-    agree = (float(np.mean(images)), float(np.mean(cells))) if images else (None, None)
-    means = [float(np.mean(values or [0.0])) for values in (vocabulary, confidence)]
-    return StoreSummary(len(maps), maps.skipped, size, len(vocabulary), len(images), *agree, *means)
+    agree = [float(np.mean(values)) for values in (images, cells) if values]
+    return StoreSummary(
+        len(vocabulary), *(float(np.mean(values or [0.0])) for values in (vocabulary, confidence)), *agree
+    )

@@ -3,7 +3,7 @@
 | text | weights |
 |---|---|
 | a run folder | its best weights, else those of its newest checkpoint |
-| a weights file, a folder or `.onnx` file of `export` | for files from elsewhere, name the architecture |
+| a weights file, or a folder of `export` | for files from elsewhere, name the architecture |
 | `timm:NAME`, `timm:NAME.TAG` | timm's pretrained weights, or with `weights` those of a file |
 | `hf-hub:USER/NAME`, `local-dir:FOLDER` | a timm model on the Hugging Face hub, or in a folder of the same form |
 | `registry:efficientnet_lite0`, `1`, `2` | ImageNet weights from the package index, without any hub |
@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -44,6 +43,7 @@ from everytoken.models.token_model import TokenModel
 from everytoken.models.weights import LoadReport, WeightsError, load_weights, read_weights
 from everytoken_lab import schema
 from everytoken_lab.classes import ClassList, imagenet_classes
+from everytoken_lab.machine import patiently
 from everytoken_lab.models.description import (
     DESCRIPTION,
     Description,
@@ -53,7 +53,6 @@ from everytoken_lab.models.description import (
     describe,
     described,
     integers,
-    parse_metadata,
     read_metadata,
     tensor_shapes,
     token_head_file,
@@ -158,13 +157,10 @@ def open_model(
             raise EverytokenError(f"weights go with timm:NAME; {name!r} brings its own.")
         name, architecture = weights, name.removeprefix("timm:")
     path = None if name.startswith(PUBLISHED) else find_weights(name)
-    if path is not None and path.suffix == ".onnx":
-        opened = _open_onnx(path, size)
-    else:
-        found = open_weights(path or name, architecture)
-        if weights and found.own and found.info.architecture != architecture.partition(".")[0]:
-            raise WeightsError(f"{path} holds a {found.info.architecture}, not a {architecture}")
-        opened = _open_weights(found, size)
+    found = open_weights(path or name, architecture)
+    if weights and found.own and found.info.architecture != architecture.partition(".")[0]:
+        raise WeightsError(f"{path} holds a {found.info.architecture}, not a {architecture}")
+    opened = _open_weights(found, size)
     opened.model.eval()
     return opened
 
@@ -200,19 +196,6 @@ def _open_weights(weights: Weights, size: tuple[int, int] | None) -> OpenModel:
             raise WeightsError(f"the token head of {source} should be in {head.name} beside it, which is missing")
         load_weights(model.token_head, head)
     return OpenModel(model, info, source, weights.classes, report)
-
-
-def _open_onnx(path: Path, size: tuple[int, int] | None) -> OpenModel:
-    from everytoken_lab.models.onnx import OnnxModel
-
-    model = OnnxModel(path)
-    values = parse_metadata(model.metadata, DESCRIPTION, path)
-    if values is None:
-        raise WeightsError(f"{path} does not say how images are prepared for it: everytoken did not export it.")
-    info = Description.from_values(values, str(path))
-    if size not in (None, model.size):
-        raise EverytokenError(f"{path} takes images of {model.size[1]} x {model.size[0]} pixels only (img_size).")
-    return OpenModel(model, info, str(path), _named_classes(model.num_classes, info.class_names, str(path)))
 
 
 def with_own_head(backbone: nn.Module, info: Description | None) -> TokenModel:
@@ -301,13 +284,6 @@ def open_weights(source: str | Path, architecture: str = "") -> Weights:
 def source_of(text: str) -> str:
     """What a name of weights means for `open_model`: a plain timm name, with or without a tag, is timm:NAME."""
     return f"timm:{text}" if timm.is_model(text.partition(".")[0]) and not Path(text).exists() else text
-
-
-def _named_classes(count: int, names: Sequence[str], source: str) -> ClassList:
-    """The classes of a head with `count` outputs, which may be more than the data had classes."""
-    if len(names) > count:
-        raise EverytokenError(f"{source} has {count} outputs, but names {len(names)} classes.")
-    return ClassList(count, (*names, *(f"class {number}" for number in range(len(names), count))) if names else ())
 
 
 # timm and the Hub
@@ -450,28 +426,11 @@ def fetch_modern(
             tell(f"Not downloaded: timm:{name}, whose features need about {needed:.0f} s.")
             continue
         tell(f"Downloading timm:{name}: {bytes_ / 1e6:.0f} MB, licence {config.license} (--offline: no downloads).")
-        if problem := _download(config.hf_hub_id, seconds):
-            tell(f"timm:{name} was not downloaded and is not tried: {problem}.")
-
-
-def _download(repository: str, seconds: float) -> str:
-    """Fetch one file into the cache; what went wrong. One that takes too long is left to a thread that holds nobody."""
-    import huggingface_hub as hub
-    from huggingface_hub import constants
-
-    problem = [f"it took more than {seconds:.0f} s"]
-
-    def work() -> None:
         try:
-            hub.hf_hub_download(repository, _HUB_FILE, cache_dir=constants.HF_HUB_CACHE)
-            problem[0] = ""
+            patiently(seconds, hub.hf_hub_download, config.hf_hub_id, _HUB_FILE, cache_dir=constants.HF_HUB_CACHE)
         except Exception as error:
-            problem[0] = " ".join(str(error).split())[:150]
-
-    thread = Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return problem[0]
+            problem = " ".join(str(error).split())[:150] or f"it took more than {seconds:.0f} s"
+            tell(f"timm:{name} was not downloaded and is not tried: {problem}.")
 
 
 def _seconds_of_random_weights(name: str, size: int) -> float:
@@ -490,15 +449,12 @@ def _seconds_of_random_weights(name: str, size: int) -> float:
 
 
 def find_weights(source: str | Path) -> Path:
-    """The weights file that a path means: itself; for a run folder its best weights, else the newest checkpoint's.
-
-    For the folder of an exported model, its weights, else the ONNX file.
-    """
+    """The weights file that a path means: itself; for a run folder its best weights, else the newest checkpoint's."""
     path = Path(source).expanduser()
     if path.is_dir():
         steps = [p for p in path.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
         trained = [folder / name for folder in (path, *sorted(steps, reverse=True)) for name in _WEIGHTS]
-        for candidate in (path / "best.safetensors", *trained, path / "model.onnx"):
+        for candidate in (path / "best.safetensors", *trained):
             if candidate.is_file():
                 return candidate
         if (path / "shards").is_dir():
@@ -518,8 +474,11 @@ def _file_weights(path: Path, architecture: str) -> Weights:
             info = Description.from_values(values["backbone"], source)
             return Weights(source, info, ClassList(0), lambda: _below(DENSE_PREFIX, read_weights(path)), own=True)
     if own := describe(path):
-        classes = _named_classes(_check_tensors(path, own), own.class_names, source)
-        return Weights(source, own, classes, partial(read_weights, path), own=True)
+        count, known = _check_tensors(path, own), own.class_names
+        if len(known) > count:
+            raise EverytokenError(f"{source} has {count} outputs, but names {len(known)} classes.")
+        more = tuple(f"class {number}" for number in range(len(known), count)) if known else ()  # than the data had
+        return Weights(source, own, ClassList(count, known + more), partial(read_weights, path), own=True)
     if not architecture:
         raise EverytokenError(f"{path} does not say which model it belongs to; name its architecture (model)")
     check_architecture(architecture)

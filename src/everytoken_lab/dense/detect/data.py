@@ -8,6 +8,10 @@ a json file   images in images/ next to it, or next to it
 What is wrong is an error that names the file and the annotation; degenerate objects are left out, with a note. Objects
 are kept as text in one block of memory, which worker processes share. Images of a batch lie in the top left corner of a
 canvas that holds the largest. Crop, short side and flip are keyed by (seed, epoch, key).
+
+A segmentation is a list of polygons [[x0, y0, x1, y1, ...], ...] in continuous pixel coordinates, or run lengths
+{"size": [height, width], "counts": ...}: numbers of 0s, 1s, 0s, ... down the columns, as a list or as COCO's string.
+Rasterising and run lengths are pycocotools', so that masks are to the pixel what the evaluator thinks they are.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ from typing_extensions import TypedDict
 
 from everytoken import keyed
 from everytoken.data import placement as pl
+from everytoken.data.placement import sample_mask
+from everytoken.errors import need
 from everytoken_lab import schema
 from everytoken_lab.data.datasets import DataError, Strings
 from everytoken_lab.data.decode import ImageError, Picture
@@ -36,7 +42,6 @@ from everytoken_lab.data.labels import check_relative
 from everytoken_lab.data.loader import BatchReader, Request
 from everytoken_lab.data.warp import render
 from everytoken_lab.dense.common import SPLITS, TargetSet, resized
-from everytoken_lab.dense.detect.masks import Segmentation, boxes_through, check, encode, through
 from everytoken_lab.dense.detect.options import CocoOptions, DetectAugment
 
 CROP_RESIZE = (400, 500, 600)  # short sides, one of which an image has before it is cropped
@@ -189,6 +194,118 @@ def _read_objects(
     return objects, left_out
 
 
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+
+Segmentation = list[list[float]] | dict[str, Any]
+_FARTHEST = 1e5  # pixels from the corner of an image to a polygon's corner; pycocotools allocates by it
+
+
+class _RunLengths(TypedDict):
+    size: list[int]
+    counts: str | list[int]
+
+
+def tool() -> Any:
+    """pycocotools' mask functions."""
+    return need("pycocotools.mask", "detect", "everytoken detect")
+
+
+def check(segmentation: Any, size: tuple[int, int], where: str) -> Segmentation | None:
+    """A segmentation that can be used, or None if nothing is in it (polygons with fewer than three corners).
+
+    `size` is (width, height) of the image; `where` names file and annotation in messages.
+    """
+    if isinstance(segmentation, dict):
+        runs = schema.parse(_RunLengths, segmentation, f"{where}: segmentation")
+        if runs["size"] != [size[1], size[0]]:
+            raise ImageError(
+                f"{where}: its mask is {' x '.join(map(str, runs['size'][::-1]))} pixels and its image is {size[0]} x "
+                f"{size[1]}. Both must have the same size."
+            )
+        counts = runs["counts"]
+        lengths = _unpack(counts, where) if isinstance(counts, str) else np.array(counts, dtype=np.float64)
+        if (lengths < 0).any() or lengths.sum() != size[0] * size[1]:
+            raise ImageError(
+                f"{where}: its run lengths add up to {lengths.sum():.0f} pixels and its image has {size[0] * size[1]}."
+            )
+        return {"size": runs["size"], "counts": counts}
+    if not isinstance(segmentation, list):
+        raise ImageError(f"{where}: a segmentation is a list of polygons or run lengths, not {segmentation!r:.60}")
+    polygons = schema.parse(list[list[float]], segmentation, f"{where}: segmentation")
+    for polygon in polygons:
+        if len(polygon) % 2 or not (np.abs(polygon) < _FARTHEST).all():
+            raise ImageError(
+                f"{where}: a polygon is a list of x, y, x, y, ... in pixels; this one has {len(polygon)} numbers, from "
+                f"{min(polygon)} to {max(polygon)}"
+            )
+    return [polygon for polygon in polygons if len(polygon) >= 6] or None
+
+
+def _unpack(text: str, where: str) -> np.ndarray:
+    """Lengths of COCO's compressed run lengths: 5 bits per character, least first, differences from the third on.
+
+    pycocotools trusts such text: it decodes an empty one to whatever is in memory.
+    """
+    lengths: list[int] = []
+    value = shift = 0
+    for code in text.encode("ascii", "replace"):
+        code -= 48
+        if not 0 <= code <= 63 or shift > 30:  # more than 2 ** 34 pixels
+            break
+        value |= (code & 31) << shift
+        shift += 5
+        if not code & 32:  # the number ends here; bit 4 is its sign
+            value -= (code & 16) << (shift - 4)
+            lengths.append(value + (lengths[-2] if len(lengths) > 2 else 0))
+            value = shift = 0
+    else:
+        if lengths and not shift:
+            return np.array(lengths)
+    raise ImageError(f"{where}: its run lengths are damaged ({text[:20]!r})")
+
+
+def encode(segmentation: Segmentation, size: tuple[int, int]) -> dict[str, Any]:
+    """COCO's compressed run lengths of a checked segmentation of an image of (width, height)."""
+    if isinstance(segmentation, dict) and isinstance(segmentation["counts"], str):
+        return segmentation
+    runs: Any = tool().frPyObjects(segmentation, size[1], size[0])
+    return tool().merge(runs) if isinstance(segmentation, list) else runs
+
+
+def decode(segmentation: Segmentation, size: tuple[int, int]) -> np.ndarray:
+    """uint8 [height, width] of 0 and 1."""
+    out: np.ndarray = tool().decode(encode(segmentation, size))
+    return out
+
+
+def compress(mask: np.ndarray) -> dict[str, Any]:
+    """A binary mask [height, width] as compressed run lengths that JSON can hold."""
+    runs = tool().encode(np.asfortranarray(mask.astype(np.uint8)))
+    return {"size": [int(v) for v in runs["size"]], "counts": runs["counts"].decode()}
+
+
+def through(segmentation: Segmentation, size: tuple[int, int], matrix: pl.Affine, out: tuple[int, int]) -> np.ndarray:
+    """A mask as a crop shows it: uint8 [height, width]. Polygons are moved and drawn, run lengths sampled.
+
+    Args:
+        size: (width, height) of the source. out: (height, width) of the crop.
+        matrix: [2, 3], pixel of the crop -> pixel of the source.
+    """
+    if isinstance(segmentation, list):
+        back = pl.invert(matrix)
+        moved = [pl.apply(back, np.reshape(polygon, (-1, 2))).reshape(-1).tolist() for polygon in segmentation]
+        return decode(moved, (out[1], out[0]))
+    placement = pl.from_pixels(matrix, (out[1], out[0]), size)
+    return sample_mask(decode(segmentation, size), placement, out, 0)
+
+
+def boxes_through(boxes: np.ndarray, matrix: pl.Affine) -> np.ndarray:
+    """Boxes [n, 4] (x0, y0, x1, y1) of the source as a crop shows them; see `through`."""
+    corners: np.ndarray = pl.apply(pl.invert(matrix), boxes.reshape(-1, 2, 2))
+    return np.concatenate([corners.min(1), corners.max(1)], axis=1)
+
+
 # -- where it lies ----------------------------------------------------------------------------------------------------
 
 
@@ -298,34 +415,31 @@ def random_crop(size: tuple[int, int], first: float, *draws: float) -> tuple[flo
 
 @dataclass(frozen=True)
 class Objects:
-    """Objects of a batch, those of the first image first."""
+    """The objects of one image."""
 
     boxes: Tensor  # float32 [n, 4] in pixels of the canvas
     labels: Tensor  # int64 [n], classes from 1 (0 is none of them)
     masks: Tensor | None  # uint8 [n, H, W] on the canvas
-    counts: tuple[int, ...]  # objects of each image
-    sizes: tuple[tuple[int, int], ...]  # (height, width) of each image on the canvas
-    matrices: np.ndarray  # float64 [B, 2, 3], pixel of the canvas -> pixel of the source
-    sources: tuple[tuple[int, int], ...]  # (height, width) of each source
+    size: tuple[int, int]  # (height, width) of the image on the canvas
+    matrix: np.ndarray  # float64 [2, 3], pixel of the canvas -> pixel of the source
+    source: tuple[int, int]  # (height, width) of the source
 
-    def _with(self, change: Callable[[Tensor], Tensor]) -> Objects:
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Objects:
+        """The same with each tensor changed."""
         masks = None if self.masks is None else change(self.masks)
         return replace(self, boxes=change(self.boxes), labels=change(self.labels), masks=masks)
 
-    def to(self, device: Any, non_blocking: bool = False) -> Objects:
+
+class BatchObjects(tuple[Objects, ...]):
+    """Those of each image of a batch."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> BatchObjects:
         """The same on another device."""
-        return self._with(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return BatchObjects(o.with_tensors(lambda t: t.to(device, non_blocking=non_blocking)) for o in self)
 
-    def pin_memory(self) -> Objects:
+    def pin_memory(self) -> BatchObjects:
         """The same in page-locked memory."""
-        return self._with(lambda tensor: tensor.pin_memory())
-
-    def per_image(self) -> list[dict[str, Tensor]]:
-        """As torchvision's detection parts want them: boxes, labels, masks and size (height, width) of each image."""
-        fields = {"boxes": self.boxes, "labels": self.labels, "masks": self.masks}
-        parts = {name: values.split(self.counts) for name, values in fields.items() if values is not None}
-        images = [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
-        return [{**image, "size": torch.tensor(size)} for image, size in zip(images, self.sizes, strict=True)]
+        return BatchObjects(o.with_tensors(Tensor.pin_memory) for o in self)
 
 
 class ObjectReader(BatchReader[tuple[np.ndarray, Objects]]):
@@ -365,33 +479,20 @@ class ObjectReader(BatchReader[tuple[np.ndarray, Objects]]):
             torch.from_numpy(boxes[inside].astype(np.float32)),
             torch.tensor([o.label + 1 for o in objects], dtype=torch.int64),
             torch.from_numpy(masks) if self.masks else None,
-            (len(objects),),
-            ((height, width),),
-            matrix[None],
-            (picture.size[::-1],),
+            (height, width),
+            matrix,
+            picture.size[::-1],
         )
 
-    def collate(self, views: list[tuple[np.ndarray, Objects]]) -> tuple[np.ndarray, np.ndarray, Objects]:
-        """All on one canvas."""
-        parts = [objects for _, objects in views]
-        sizes = tuple(size for part in parts for size in part.sizes)
-        height, width = (max((size[axis] for size in sizes), default=1) for axis in (0, 1))
+    def collate(self, views: list[tuple[np.ndarray, Objects]]) -> tuple[np.ndarray, np.ndarray, BatchObjects]:
+        """All on one canvas; placements are of the images, not of the canvas."""
+        height, width = (max((o.size[axis] for _, o in views), default=1) for axis in (0, 1))
         images = np.empty((len(views), 3, height, width), dtype=np.uint8)
         images[:] = np.array(self.transform.fill, dtype=np.uint8)[:, None, None]
-        masks = [torch.zeros(0, height, width, dtype=torch.uint8)]
-        for canvas, (pixels, part), (h, w) in zip(images, views, sizes, strict=True):
+        objects = []
+        for canvas, (pixels, o) in zip(images, views, strict=True):
+            h, w = o.size
             canvas[:, :h, :w] = pixels.transpose(2, 0, 1)
-            if part.masks is not None:
-                masks.append(F.pad(part.masks, (0, width - w, 0, height - h)))
-        objects = Objects(
-            torch.cat([torch.zeros(0, 4), *(part.boxes for part in parts)]),
-            torch.cat([torch.zeros(0, dtype=torch.int64), *(part.labels for part in parts)]),
-            torch.cat(masks) if self.masks else None,
-            tuple(count for part in parts for count in part.counts),
-            sizes,
-            np.concatenate([np.zeros((0, 2, 3)), *(part.matrices for part in parts)]),
-            tuple(source for part in parts for source in part.sources),
-        )
-        frames = zip(objects.matrices, sizes, objects.sources, strict=True)
-        placement = [pl.from_pixels(matrix, size[::-1], source[::-1]) for matrix, size, source in frames]
-        return images, np.array(placement), objects  # placements are of the images, not of the canvas
+            objects.append(o if o.masks is None else replace(o, masks=F.pad(o.masks, (0, width - w, 0, height - h))))
+        placement = [pl.from_pixels(o.matrix, o.size[::-1], o.source[::-1]) for o in objects]
+        return images, np.array(placement), BatchObjects(objects)

@@ -39,11 +39,12 @@ from torchvision.ops import (
     generalized_box_iou_loss,
     roi_align,
 )
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.dense.backbone import Features, build_features
 from everytoken_lab.dense.common import DenseInfo, load_dense
-from everytoken_lab.dense.detect.data import Objects
+from everytoken_lab.dense.detect.data import BatchObjects
 from everytoken_lab.dense.detect.options import DetectOptions, DetectorOptions, FindOptions
 
 IOUS = (0.5, 0.6, 0.7)
@@ -153,7 +154,7 @@ class Proposals(RegionProposalNetwork):
         """Of each image: 1, 0 or -1 (left alone) for every anchor, and the box of its object."""
         labels, boxes = [], []
         for anchor, target in zip(anchors, targets, strict=True):
-            height, width = target["size"].tolist()  # on the host
+            height, width = target["size"]
             x, y = ((anchor[:, :2] + anchor[:, 2:]) / 2).unbind(1)
             valid = (x < -(-width // STRIDES[-1]) * STRIDES[-1]) & (y < -(-height // STRIDES[-1]) * STRIDES[-1])
             if self.inside:
@@ -392,7 +393,7 @@ class Detector(nn.Module):
             )
         self.features, self.options = features, options
         channels, cascade = options.channels, options.detector == "cascade"
-        self.pyramid = FeaturePyramidNetwork(features.dims, channels)
+        self.pyramid = FeaturePyramidNetwork(features.dims, channels, LastLevelMaxPool())
         _start_xavier(self.pyramid, nn.Conv2d)
         proposals = options.proposals or (2000 if cascade else 1000)
         after = {"training": proposals, "testing": min(proposals, 1000)}
@@ -413,14 +414,12 @@ class Detector(nn.Module):
     def levels(self, images: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Levels of the pyramid, and the images, padded to whole cells of the coarsest stage."""
         images = F.pad(images, (0, -images.shape[-1] % STRIDES[-1], 0, -images.shape[-2] % STRIDES[-1]))
-        levels = dict(self.pyramid(dict(zip(LEVELS, self.features(images), strict=True))))
-        levels["pool"] = F.max_pool2d(levels[LEVELS[-1]], 1, 2)
-        return levels, images
+        return dict(self.pyramid(dict(zip(LEVELS, self.features(images), strict=True)))), images
 
-    def losses(self, images: Tensor, objects: Objects) -> dict[str, Tensor]:
+    def losses(self, images: Tensor, objects: BatchObjects) -> dict[str, Tensor]:
         """Terms by name: objectness and anchor (of the proposals), those of the heads, and "loss", their sum."""
         levels, images = self.levels(images)
-        truth, sizes = objects.per_image(), list(objects.sizes)
+        truth, sizes = [vars(image) for image in objects], [image.size for image in objects]
         proposals, terms = self.rpn(ImageList(images, sizes), levels, truth)
         heads = self.heads.losses(levels, proposals, sizes, truth)
         terms = {"objectness": terms["loss_objectness"], "anchor": terms["loss_rpn_box_reg"], **heads}

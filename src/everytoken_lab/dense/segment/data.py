@@ -17,6 +17,7 @@ placement. Photometric distortion (Liu et al. 2016, SSD): each with a chance of 
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ from PIL import Image
 from everytoken import keyed
 from everytoken.data import placement as pl
 from everytoken.data.placement import sample_mask
-from everytoken.files import read_bytes
 from everytoken_lab import schema
 from everytoken_lab.data.datasets import DataError, Strings
 from everytoken_lab.data.decode import ImageError, Picture, naming_errors, open_image
+from everytoken_lab.data.labels import read_text
 from everytoken_lab.data.loader import BatchReader, Request
 from everytoken_lab.data.tree import is_image
 from everytoken_lab.data.warp import render
@@ -38,8 +39,7 @@ from everytoken_lab.dense.common import SPLITS, TargetSet, resized
 from everytoken_lab.dense.segment.options import MaskOptions, SegmentAugment
 
 _UNKNOWN = -2
-_VALUES = 65536  # of a mask of 16 bits
-_MOST_CLASSES = 32767  # of int16
+_VALUES = 256  # of a mask
 ADE20K = "objectInfo150.txt"  # its class file
 ATTEMPTS = 10
 LONGEST = 4  # the long side of an image, in short sides of the network's
@@ -78,32 +78,25 @@ class MaskSet(TargetSet):
     def mask(self, i: int, size: tuple[int, int] | None = None) -> np.ndarray:
         """int16 [H, W] of classes, -1 is ignored; `size`: (width, height) of the upright image, which it must have."""
         where = self.root / self.masks[i]
-        stored = _read_mask(where)
-        if size is not None:
-            self.check_size(i, size, (stored.shape[1], stored.shape[0]), str(where))
-        indices = stored if stored.dtype == np.uint8 else stored.clip(0, _VALUES - 1)
-        classes = self.table[indices]
-        wrong = (classes == _UNKNOWN) | (stored != indices)
-        if wrong.any():
-            y, x = (int(v[0]) for v in np.nonzero(wrong))
+        with open_image(where, str(where)) as image:
+            if image.mode not in ("L", "P", "1"):
+                raise ImageError(
+                    f"{where}: a mask has one channel of 8 bits, whose values are classes (a grey or palette PNG); "
+                    f"this one is of mode {image.mode}."
+                )
+            if size is not None:
+                self.check_size(i, size, image.size, str(where))
+            with naming_errors(str(where)):
+                stored = np.asarray(image).astype(np.uint8)
+        classes = self.table[stored]
+        rows, columns = np.nonzero(classes == _UNKNOWN)
+        if len(rows):
+            y, x = int(rows[0]), int(columns[0])
             raise ImageError(
-                f"{where}: value {int(stored[y, x])} (first at x {x}, y {y}; {int(wrong.sum())} pixels are wrong) is "
-                f"no class: {self.values[0]} to {self.values[-1]}. Add it to the class file, or to ignore_index."
+                f"{where}: value {stored[y, x]} (first at x {x}, y {y}; {len(rows)} pixels are wrong) is no class: "
+                f"{self.values[0]} to {self.values[-1]}. Add it to the class file, or to ignore_index."
             )
         return classes
-
-
-def _read_mask(path: Path) -> np.ndarray:
-    """A mask file as it is: uint8 or int64 [H, W]."""
-    with open_image(path, str(path)) as image:
-        if image.mode not in ("L", "P", "1", "I") and not image.mode.startswith("I;16"):
-            raise ImageError(
-                f"{path}: a mask has one channel, whose values are classes (an 8-bit grey, palette or 16-bit PNG); "
-                f"this one is of mode {image.mode}."
-            )
-        with naming_errors(str(path)):
-            pixels = np.asarray(image)
-    return pixels.astype(np.uint8 if pixels.dtype in (bool, np.uint8) else np.int64)
 
 
 # -- crops -------------------------------------------------------------------------------------------------------------
@@ -270,27 +263,23 @@ def _class_file(root: Path, options: MaskOptions, first: int) -> Path:
 
 
 def read_classes(path: Path, first: int = 0) -> dict[int, str]:
-    """Value -> name, of a text file with a name per line, JSON (a list, or {"value": "name"}), or ADE20K's table."""
-    content: Any
+    """Value -> name, of a text file with a name per line, JSON ({"value": "name"}), or ADE20K's table."""
     if path.suffix == ".json":
-        kind: Any = dict[str, str] | list[str]
-        content = schema.read_json(path, kind)
+        content = schema.read_json(path, dict[str, str])
     else:
-        try:
-            content = [line.strip() for line in read_bytes(path).decode("utf-8-sig").splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} cannot be read as UTF-8 text ({error})") from error
-        if content and content[0].startswith("Idx"):  # ADE20K's
-            table = csv.DictReader(content, delimiter="\t" if "\t" in content[0] else ",")
+        lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+        content = {str(value): name for value, name in enumerate(lines, first)}
+        if lines and lines[0].startswith("Idx"):  # ADE20K's
+            table = csv.DictReader(lines, delimiter="\t" if "\t" in lines[0] else ",")
             content = {row.get("Idx") or "": (row.get("Name") or "").strip() for row in table}
+    if not content:
+        raise DataError(f"{path} names no classes")
     names = {}
-    for value, name in content.items() if isinstance(content, dict) else enumerate(content, first):
-        if not str(value).strip().isdecimal() or len(str(value)) > 9 or int(value) >= _VALUES or not name:
+    for value, name in content.items():
+        if not re.fullmatch(r" *[0-9]{1,3} *", value) or int(value) >= _VALUES or not name:
             raise DataError(
-                f"{path}: {str(value)[:40]!r}: {name!r} is no class; values are 0 to {_VALUES - 1}, and class files "
+                f"{path}: {value[:40]!r}: {name!r} is no class; values are 0 to {_VALUES - 1}, and class files "
                 'look like {"0": "sky"}'
             )
         names[int(value)] = name
-    if not 0 < len(names) <= _MOST_CLASSES:
-        raise DataError(f"{path} names {len(names)} classes; there can be 1 to {_MOST_CLASSES}")
     return dict(sorted(names.items()))
