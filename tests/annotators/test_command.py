@@ -68,11 +68,10 @@ def test_running_it_again_does_nothing_and_says_so(here, capsys):
     ("words", "said"),
     [
         (["--annotator", "colour:wrong"], "2] is needed"),
-        (["--annotator", "colour:score", "--folds", "3"], "folds can only be used with the annotator fit"),
+        (["--annotator", "colour:score", "--fit-size", "64"], "can only be used with the annotator fit"),
         (["--annotator", "fit", "--weights", "x"], "trains its own weights"),
         (["--annotator", "colour:score", "--top-k", "4"], "more than the 3 classes"),
         (["--annotator", "nonsense"], "there is no annotator"),
-        (["--annotator", "fit", "--folds", "1"], "folds is 1"),
         (["--annotator", "fit", "--batch-size", "0"], "batch_size is 0"),
         (["--annotator", "fit", "--val-split", "1"], "val_split is 1.0"),
         (["--annotator", "fit", "--img-size", "1", "2", "3"], "img_size is (1, 2, 3)"),

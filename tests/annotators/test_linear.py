@@ -233,7 +233,7 @@ def test_all_photos_decide_between_backbones_that_few_do_not_tell_apart(photos_o
     monkeypatch.setattr(
         features_module,
         "fit_features",
-        lambda features, *more: (seen.append(len(features.values)), fit_features(features, *more))[1],
+        lambda features, data, **more: (seen.append(len(features.values)), fit_features(features, data, **more))[1],
     )
     monkeypatch.setattr(features_module, "_is_decided", lambda first, second: False)
     chosen = choose_backbone(data, offered, tmp_path, workers=0)
@@ -296,7 +296,7 @@ def test_a_fitted_head_is_used_again_and_refuses_other_settings(data, backbone, 
     kept = open_model(out / "annotator")
     assert kept.class_names == tuple(data.class_names)
     assert kept.info.img_size == (64, 64)
-    for changed in (options(backbone, seed=1), options("registry:efficientnet_lite0")):
+    for changed in (options(backbone, fit_size=(32,)), options("registry:efficientnet_lite0")):
         with pytest.raises(AnnotatorError, match="other settings"):
             fit_annotator(data, out, changed, ALONE)
     with pytest.raises(AnnotatorError, match="the images or their classes"):

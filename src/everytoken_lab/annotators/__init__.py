@@ -57,15 +57,11 @@ class AnnotateOptions:
     """Try unreadable images again."""
     shard_size: tyro.conf.Suppress[Count] = 0
     """Images per shard. 0: the store's choice."""
-    folds: Annotated[int, Interval(ge=2)] = 5
-    """fit: folds of cross-validation; each image is annotated by a head that was not fitted on it."""
     fit_model: str = ""
     """fit: backbone whose frozen features the linear head reads: registry:NAME, timm:NAME, a run or a weights file.
     Default: the best of the pretrained networks that are available."""
     fit_size: Sides = ()
     """fit: side of the images. Default: the backbone's own."""
-    seed: int = 42
-    """fit: seed of the folds."""
 
 
 def pair(size: Sequence[int]) -> tuple[int, int] | None:

@@ -46,6 +46,7 @@ from everytoken_lab.engine.distributed import World, join_world
 from everytoken_lab.maps.summary import StoreSummary, sample_positions, summarize_store
 
 Progress = Callable[[int, int], None]
+_silent: Progress = lambda done, total: None  # noqa: E731
 _FEW = 20  # up to this many classes, all scores are kept: dropped ones count as 0, which is more than some of ten have
 _AHEAD = 3  # batches of maps that may wait for the writing thread
 _MANY = 200  # images for which an annotator is made faster first
@@ -77,7 +78,7 @@ def annotate(
     out: str | Path,
     annotator: str | Annotator = "fit",
     *,
-    progress: Progress | None = None,
+    progress: Progress = _silent,
     **options: Any,
 ) -> Maps:
     """Give every image of a dataset a score map; the same as `everytoken annotate`, with the same defaults.
@@ -107,7 +108,7 @@ def run_job(
     out: Path,
     annotator: str | Annotator,
     options: AnnotateOptions,
-    progress: Progress | None = None,
+    progress: Progress = _silent,
 ) -> Outcome:
     """Open the data, make the annotator, fill the store, with all processes that were started for it."""
     dataset = data if isinstance(data, DataSet) else _open_images(data, options)
@@ -132,15 +133,13 @@ def _open_images(data: str | Path, options: AnnotateOptions) -> DataSet:
 
 def _make_annotator(name: str, data: DataSet, out: Path, options: AnnotateOptions, world: World) -> Annotator:
     """The annotator of a name; `fit` is fitted first, unless the store's folder has its heads already."""
-    if name != "fit":
-        plain = AnnotateOptions()
-        used = [f for f in ("folds", "fit_model", "fit_size") if getattr(options, f) != getattr(plain, f)]
-        if used:
-            raise EverytokenError(f"{', '.join(used)} can only be used with the annotator fit, not with {name}")
-        return build_annotator(name, pair(options.img_size), options.weights)
-    if options.weights:
-        raise EverytokenError("the annotator fit trains its own weights; for yours use timm:NAME with weights")
-    return fit_annotator(data, out, options, world)
+    if name == "fit":
+        if options.weights:
+            raise EverytokenError("the annotator fit trains its own weights; for yours use timm:NAME with weights")
+        return fit_annotator(data, out, options, world)
+    if options.fit_model or options.fit_size:
+        raise EverytokenError(f"fit_model and fit_size can only be used with the annotator fit, not with {name}")
+    return build_annotator(name, pair(options.img_size), options.weights)
 
 
 def _check_out(data: DataSet, out: Path, annotator: str) -> None:
@@ -165,7 +164,7 @@ def fill_store(
     annotator: Annotator,
     options: AnnotateOptions,
     world: World = _ALONE,
-    progress: Progress | None = None,
+    progress: Progress = _silent,
 ) -> Outcome:
     """Give every image of `data` a score map in the store `out`, or continue a store that was begun.
 
@@ -199,8 +198,7 @@ def fill_store(
         total = sum(len(writer.shard_range(i)) for i in range(world.rank, writer.plan.num_shards, world.size))
         todo = [writer.shard_range(shard) for shard in shards]
         done = before = total - sum(map(len, todo))
-        tell = progress or (lambda _done, _total: None)
-        tell(done, total)
+        progress(done, total)
         started = time.perf_counter()
         if done < total:
             if writer.plan.total >= _MANY and not amp_dtype:  # by the whole store, so that continuing is the same
@@ -212,7 +210,7 @@ def fill_store(
             with closing(fill(writer, annotator, plan, stream, amp_dtype, world.device)) as counts:
                 for count in counts:
                     done += count
-                    tell(done, total)
+                    progress(done, total)
         seconds = time.perf_counter() - started
         world.barrier()
         if world.is_main:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -207,11 +207,8 @@ class SuiteRunner:
         if path.exists():
             records = [json.loads(line) for line in read_bytes(path).decode().splitlines()[1:]]
         else:
-            attacks, records = autoattack.attacks(options.attack, **budget), []
-            for start in range(0, len(data), ATTACK_BATCH):
-                samples = range(start, min(start + ATTACK_BATCH, len(data)))
-                records += self._attack_batch(attacks, data, samples, match, suite, fallen)
-                self._tell(suite, samples.stop, len(data))
+            parts = autoattack.attacks(options.attack, **budget)
+            records = list(self._attacked(data, match, suite, parts, fallen))
             write_atomically(path, "\n".join([header, *map(json.dumps, records), ""]).encode())
         judged = [record for record in records if "unreadable" not in record]
         fallen |= {record["key"]: record["by"] for record in judged if record["by"]}
@@ -220,49 +217,44 @@ class SuiteRunner:
         notes.append(f"{suite.name}: {counts or 'nothing broke'}")
         if bad := len(records) - len(judged):
             notes.append(f"{suite.name}: left out {counted(bad, 'unreadable image')}")
-        correct = np.array([not record["by"] for record in judged], dtype=np.bool_)
+        correct = np.array([not record["by"] for record in judged], np.bool_)
         return Result(suite, correct, [record["key"] for record in judged], notes=tuple(notes))
 
-    def _attack_batch(
+    def _attacked(
         self,
-        attacks: dict[str, autoattack.Attack],
         data: DataSet,
-        samples: range,
         match: ClassMatch,
         suite: Suite,
+        parts: dict[str, autoattack.Attack],
         fallen: dict[str, str],
-    ) -> list[Record]:
+    ) -> Iterator[Record]:
         """A record for each image; those that have fallen already are not attacked again."""
-        keys = {i: data.key(i) for i in samples}
-        records: dict[int, Record] = {}
-        pixels: dict[int, np.ndarray] = {}
-        for i, key in keys.items():
-            records[i] = {"key": key, "by": fallen.get(key, ""), "smaller eps": key in fallen}
-            try:
-                if key not in fallen:
-                    pixels[i] = self.view(data.picture(i))[0]
-            except ImageError as error:
-                if self.options.on_bad_image == "raise":
-                    raise
-                records[i]["unreadable"] = str(error)
-        if pixels:
-            device = next(self.net.parameters()).device
-            images = torch.from_numpy(np.stack(list(pixels.values()))).to(device).permute(0, 3, 1, 2).float() / 255
-            wanted = torch.from_numpy(match.labels[data.labels[list(pixels)]]).to(device)
-            model = from_pixels(self.net, self.view, match.columns)
-            batch = AttackBatch(model, images, wanted, [keys[i] for i in pixels], suite.eps)
-            tell = lambda attack, left: self._tell(suite, samples.start, len(data), attack)  # noqa: E731
-            out = autoattack.run(batch, attacks, tell)
-            columns = (out.by, *(values.tolist() for values in (wanted, out.clean, out.attacked, out.distance)))
-            for i, by, label, clean, attacked, far in zip(pixels, *columns, strict=True):
-                records[i] |= {
-                    "by": by,
-                    "label": label,
-                    "clean": clean,
-                    "attacked": attacked,
-                    "distance": round(far, 7),
-                }
-        return list(records.values())
+        device = next(self.net.parameters()).device
+        model = from_pixels(self.net, self.view, match.columns)
+        for start in range(0, len(data), ATTACK_BATCH):
+            keys = {i: data.key(i) for i in range(start, min(start + ATTACK_BATCH, len(data)))}
+            records: dict[int, Record] = {}
+            pixels: dict[int, np.ndarray] = {}
+            for i, key in keys.items():
+                records[i] = {"key": key, "by": fallen.get(key, ""), "smaller eps": key in fallen}
+                try:
+                    if key not in fallen:
+                        pixels[i] = self.view(data.picture(i))[0]
+                except ImageError as error:
+                    if self.options.on_bad_image == "raise":
+                        raise
+                    records[i]["unreadable"] = str(error)
+            if pixels:
+                images = torch.from_numpy(np.stack(list(pixels.values()))).to(device).permute(0, 3, 1, 2).float() / 255
+                wanted = torch.from_numpy(match.labels[data.labels[list(pixels)]]).to(device)
+                batch = AttackBatch(model, images, wanted, [keys[i] for i in pixels], suite.eps)
+                out = autoattack.run(batch, parts, partial(self._tell, suite, start, len(data)))
+                columns = (out.by, *(values.tolist() for values in (wanted, out.clean, out.attacked, out.distance)))
+                for i, by, label, clean, attacked, far in zip(pixels, *columns, strict=True):
+                    found = {"by": by, "label": label, "clean": clean, "attacked": attacked}
+                    records[i] |= {**found, "distance": round(far, 7)}
+            yield from records.values()
+            self._tell(suite, start + len(keys), len(data))
 
 
 def _digest(texts: Iterable[str]) -> str:
