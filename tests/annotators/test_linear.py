@@ -21,7 +21,6 @@ from everytoken_lab.annotators.features import (
     FrozenBackbone,
     choose_backbone,
     compute_features,
-    content_digests,
     fit_features,
 )
 from everytoken_lab.annotators.fit import fit_annotator
@@ -330,10 +329,3 @@ def test_unreadable_images_do_not_stop_fit(photos, backbone, tmp_path):
     data, out = open_dataset(photos), tmp_path / "maps"
     fill_store(data, out, fit_annotator(data, out, options(backbone), ALONE), options())
     assert list(Maps(out).skipped) == ["red/0.red.png"]
-
-
-def test_digests_are_those_of_the_bytes(data, photos):
-    digests = content_digests(data)
-    assert len(set(digests)) == 12
-    (photos / "red/0.red.png").unlink()
-    assert content_digests(data).count("") == 1

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 import everytoken  # noqa: F401
 from everytoken_lab.cli import main
 from everytoken_lab.models.description import Description
-from everytoken_lab.robust import RobustOptions, autoattack
+from everytoken_lab.robust import RobustOptions, attacks
 from everytoken_lab.robust import run as robust_run
-from everytoken_lab.robust.gradient_attacks import cross_entropy, value_and_gradient
+from everytoken_lab.robust.attacks import cross_entropy, value_and_gradient
 from everytoken_lab.robust.run import SuiteRunner, from_pixels
 from everytoken_lab.robust.suites import Suite
 from everytoken_lab.robust.transfer import parse_targets
@@ -154,7 +154,7 @@ def attack(weights, photos, out, monkeypatch):
 def test_a_killed_attack_leaves_the_logs_of_those_before_it(photos, weights, tmp_path, monkeypatch):
     wanted = [path.read_bytes() for path in attack(weights, photos, tmp_path / "whole", monkeypatch)]
     assert len(wanted) == 2
-    whole, calls = autoattack.run, []
+    whole, calls = attacks.run, []
 
     def killed(*arguments, **options):
         calls.append(1)
@@ -162,7 +162,7 @@ def test_a_killed_attack_leaves_the_logs_of_those_before_it(photos, weights, tmp
             raise KeyboardInterrupt
         return whole(*arguments, **options)
 
-    monkeypatch.setattr(autoattack, "run", killed)
+    monkeypatch.setattr(attacks, "run", killed)
     (log,) = attack(weights, photos, tmp_path / "killed", monkeypatch)
     assert log.read_bytes() in wanted
     calls[3:] = []

@@ -115,7 +115,7 @@ def save_heads(fitted: tuple[Choice, np.ndarray], data: DataSet, folder: Path, o
     model, info = choice.backbone.with_head(fit.head, data.class_names)
     write_weights(folder / "best.safetensors", model.state_dict(), info.to_metadata())
     backbone = {"model": choice.backbone.name, "size": list(choice.backbone.info.img_size)}
-    facts = {"accuracy": fit.accuracy, "images": len(fit.labels), "strength": fit.strength}
+    facts: dict[str, Any] = {"accuracy": fit.accuracy, "images": len(fit.labels), "strength": fit.strength}
     facts |= {"weights_sha256": choice.backbone.weights_sha256, "tried": [asdict(trial) for trial in choice.trials]}
     note = {"plan": {**_plan(data, options), **backbone}, "facts": facts}
     write_atomically(folder / "linear.json", json.dumps(note, indent=1).encode())

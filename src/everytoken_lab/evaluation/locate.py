@@ -67,6 +67,13 @@ class Location:
         return np.asarray(heat.resize(size or self.size, Image.Resampling.BILINEAR)) >= THRESHOLD
 
 
+def run_lengths(mask: NDArray[np.bool_]) -> list[int]:
+    """Numbers of 0s, 1s, 0s, ... of a flat mask."""
+    padded = np.concatenate([[False], mask, [not mask[-1]]])
+    lengths: list[int] = np.diff(np.flatnonzero(padded[1:] != padded[:-1]), prepend=0).tolist()
+    return lengths
+
+
 @dataclass(frozen=True)
 class CellClasses:
     """The best class of every cell of images, and its probability; both [B, h, w]."""

@@ -24,7 +24,7 @@ from everytoken_lab.draw import object_overlay
 from everytoken_lab.evaluation import PredictOptions, Progress
 from everytoken_lab.evaluation.calibrated import calibrated
 from everytoken_lab.evaluation.calibrated import probabilities as shown_probabilities
-from everytoken_lab.evaluation.locate import ALIKE, Location, Locator
+from everytoken_lab.evaluation.locate import ALIKE, Location, Locator, run_lengths
 from everytoken_lab.evaluation.run import Inference, Voter, open_with, write_csv
 from everytoken_lab.models.open import OpenModel
 
@@ -66,10 +66,8 @@ class ImagePrediction:
             row |= {"familiarity": self.familiarity, "unfamiliar": self.unfamiliar}
         if self.location is not None:
             mask = self.location.mask()
-            flat = np.concatenate([[False], mask.ravel(order="F"), [not mask[-1, -1]]])
-            counts = np.diff(np.flatnonzero(flat[1:] != flat[:-1]), prepend=0)
             row |= {"box": self.location.pixels, "size": self.location.size}
-            row["mask"] = {"size": list(mask.shape), "counts": counts.tolist()}
+            row["mask"] = {"size": list(mask.shape), "counts": run_lengths(mask.ravel(order="F"))}
         return row
 
 

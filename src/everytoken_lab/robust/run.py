@@ -31,9 +31,9 @@ from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.engine.accuracy import Predictions, read_real, real_sets
 from everytoken_lab.engine.held_out import open_part
 from everytoken_lab.evaluation.run import Inference, Voter, open_with
-from everytoken_lab.robust import Progress, RobustOptions, autoattack
+from everytoken_lab.robust import Progress, RobustOptions, attacks
+from everytoken_lab.robust.attacks import Attack, AttackBatch, Model
 from everytoken_lab.robust.corruptions import corrupt, stored
-from everytoken_lab.robust.gradient_attacks import AttackBatch, Model
 from everytoken_lab.robust.suites import Suite, corruption_names, parse_suites
 from everytoken_lab.robust.tables import Result, Table, make_table
 from everytoken_lab.schema import counted
@@ -122,9 +122,9 @@ class SuiteRunner:
     def run(self, suites: Sequence[Suite]) -> list[Result]:
         """All of them; attacks last, the smallest eps first: an image that fell has fallen at a larger eps, too."""
         fallen: dict[str, str] = {}
-        attacks = sorted((suite for suite in suites if suite.kind == "attack"), key=lambda suite: suite.eps)
+        attacked = sorted((suite for suite in suites if suite.kind == "attack"), key=lambda suite: suite.eps)
         others = [suite for suite in suites if suite.kind != "attack"]
-        return [*map(self.evaluate, others), *(self.attack(suite, fallen) for suite in attacks)]
+        return [*map(self.evaluate, others), *(self.attack(suite, fallen) for suite in attacked)]
 
     def _tell(self, suite: Suite, *progress: Any) -> None:
         self.progress(f"{self.name}: {suite.name}", *progress)
@@ -207,7 +207,7 @@ class SuiteRunner:
         if path.exists():
             records = [json.loads(line) for line in read_bytes(path).decode().splitlines()[1:]]
         else:
-            parts = autoattack.attacks(options.attack, **budget)
+            parts = attacks.chosen(options.attack, **budget)
             records = list(self._attacked(data, match, suite, parts, fallen))
             write_atomically(path, "\n".join([header, *map(json.dumps, records), ""]).encode())
         judged = [record for record in records if "unreadable" not in record]
@@ -225,7 +225,7 @@ class SuiteRunner:
         data: DataSet,
         match: ClassMatch,
         suite: Suite,
-        parts: dict[str, autoattack.Attack],
+        parts: dict[str, Attack],
         fallen: dict[str, str],
     ) -> Iterator[Record]:
         """A record for each image; those that have fallen already are not attacked again."""
@@ -248,7 +248,7 @@ class SuiteRunner:
                 images = torch.from_numpy(np.stack(list(pixels.values()))).to(device).permute(0, 3, 1, 2).float() / 255
                 wanted = torch.from_numpy(match.labels[data.labels[list(pixels)]]).to(device)
                 batch = AttackBatch(model, images, wanted, [keys[i] for i in pixels], suite.eps)
-                out = autoattack.run(batch, parts, partial(self._tell, suite, start, len(data)))
+                out = attacks.run(batch, parts, partial(self._tell, suite, start, len(data)))
                 columns = (out.by, *(values.tolist() for values in (wanted, out.clean, out.attacked, out.distance)))
                 for i, by, label, clean, attacked, far in zip(pixels, *columns, strict=True):
                     found = {"by": by, "label": label, "clean": clean, "attacked": attacked}
