@@ -115,17 +115,6 @@ def test_the_commands_to_run_next_can_be_pasted(here, capsys):
     assert "train 'my photos' --maps 'my maps' --recipe" in said
 
 
-def test_photos_without_class_folders_need_a_word(here, capsys):
-    words = ["photos/red", "--out", "maps", "--annotator", "colour:score", "-j", "0", "--device", "cpu"]
-    assert run(*words) == 2
-    assert "unlabelled" in capsys.readouterr().err
-    assert run(*words, "--unlabelled") == 0
-    assert len(Maps("maps")) == 4
-    said = capsys.readouterr().out
-    assert "folder's" not in said
-    assert "train" not in said
-
-
 def test_nothing_but_unreadable_images_is_a_failure(here, capsys):
     for path in (here / "photos").glob("*/*.png"):
         path.write_bytes(b"broken")

@@ -68,18 +68,16 @@ def small(monkeypatch):
     data = source.Images((pixels, labels), (pixels, labels), tuple("abcde"), "tests")
     monkeypatch.setattr(runner, "find_images", lambda tell: data)
 
-    def drawn(out, photos):
-        Image.new("RGB", (4, 4)).save(out / "photos.jpg")
-        return out / "photos.jpg"
-
-    monkeypatch.setattr(runner, "_photos", drawn)
-
 
 def test_the_demo_counts_the_exchanged_labels_that_the_doctor_found(tmp_path, capsys, small):
     called = []
 
     def run(words: list[str]) -> int:
         called.append(words[0])
+        for command, name in (("explain", "photos/overview.png"), ("predict", "objects/flower.jpg")):
+            if words[0] == command:
+                (tmp_path / name).parent.mkdir()
+                Image.new("RGB", (4, 4)).save(tmp_path / name)
         if words[0] == "train":
             (tmp_path / "run").mkdir()
             (tmp_path / "run/auto.json").write_text(json.dumps({"result": {"text": "Kept: <the head>"}}))
@@ -91,13 +89,13 @@ def test_the_demo_counts_the_exchanged_labels_that_the_doctor_found(tmp_path, ca
         return 0
 
     assert runner.demo(tmp_path, run) == 0
-    assert called == ["train", "doctor", "export"]
+    assert called == ["explain", "predict", "train", "doctor", "export"]
     facts = json.loads((tmp_path / "result.json").read_text())
     assert facts["doubts"] == "1 of 2 exchanged labels are among the 2 that it lists"
     assert facts["doubts"] in capsys.readouterr().out
     page = (tmp_path / "demo.html").read_text()
     assert "Kept: &lt;the head&gt;" in page
-    assert page.count("data:image/jpeg;base64,/9j/") == 1
+    assert page.count("data:image/png;base64,iVBOR") == page.count("data:image/jpeg;base64,/9j/") == 1
 
 
 def test_a_command_that_fails_ends_the_demo(tmp_path, small):

@@ -34,8 +34,6 @@ class AnnotateOptions:
     """csv file: class of the dataset, the annotator's class; `order`: both have the same order."""
     foreign_classes: bool = False
     """Keep the annotator's own classes instead of matching them to the folder names."""
-    unlabelled: bool = False
-    """The folders are not classes (or there are none); the store gets the annotator's classes."""
     split: str = "train"
     """Part of the dataset: train, val, test, or all."""
     val_split: Annotated[float, Interval(ge=0, lt=1)] = 0.0

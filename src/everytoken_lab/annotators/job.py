@@ -40,7 +40,7 @@ from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, build
 from everytoken_lab.annotators.fit import fit_annotator
 from everytoken_lab.annotators.reading import ImageBatch, ImageReader, read_batches
 from everytoken_lab.classes import ClassPlan, plan_classes
-from everytoken_lab.data.datasets import DataError, DataSet, NoClassFoldersError, open_dataset
+from everytoken_lab.data.datasets import DataSet, open_dataset
 from everytoken_lab.data.tree import hidden
 from everytoken_lab.engine.distributed import World, join_world
 from everytoken_lab.maps.summary import StoreSummary, sample_positions, summarize_store
@@ -111,7 +111,9 @@ def run_job(
     progress: Progress = _silent,
 ) -> Outcome:
     """Open the data, make the annotator, fill the store, with all processes that were started for it."""
-    dataset = data if isinstance(data, DataSet) else _open_images(data, options)
+    dataset = data
+    if not isinstance(dataset, DataSet):
+        dataset = open_dataset(dataset, options.split, val_split=options.val_split, class_list=options.class_list)
     _check_out(dataset, out, annotator if isinstance(annotator, str) else annotator.name)
     # processes wait for each other at the beginning and at the end only, and the end can be far
     with join_world(options.device, timeout_minutes=14 * 24 * 60) as world:
@@ -120,15 +122,6 @@ def run_job(
         if isinstance(annotator, str):
             annotator = _make_annotator(annotator, dataset, out, options, world)
         return fill_store(dataset, out, annotator, options, world, progress)
-
-
-def _open_images(data: str | Path, options: AnnotateOptions) -> DataSet:
-    if options.unlabelled:
-        return open_dataset(data, options.split, labelled=False, val_split=options.val_split)
-    try:
-        return open_dataset(data, options.split, val_split=options.val_split, class_list=options.class_list)
-    except NoClassFoldersError as error:
-        raise DataError(f"{error} If its images have no labels, say so: unlabelled.") from error
 
 
 def _make_annotator(name: str, data: DataSet, out: Path, options: AnnotateOptions, world: World) -> Annotator:
@@ -173,8 +166,8 @@ def fill_store(
     """
     if not len(data):
         raise EverytokenError(f"{data.name} holds no images to annotate.")
-    foreign = options.foreign_classes or options.unlabelled
-    plan = plan_classes(annotator.name, annotator.classes, data.name, data.class_names, options.class_map, foreign)
+    names, foreign = data.class_names, options.foreign_classes
+    plan = plan_classes(annotator.name, annotator.classes, data.name, names, options.class_map, foreign)
     if options.top_k > plan.scored:
         raise EverytokenError(
             f"top_k {options.top_k} is more than the {plan.scored} classes that get scores; use at most {plan.scored}."

@@ -36,12 +36,10 @@ from everytoken.models.token_model import TokenModel, grid_shape, last_block
 from everytoken_lab.explanation.propagation import attention_relevance, check, record_blocks
 
 Method = Literal["auto", "attention", "lrp", "cam"]
-Classes = Tensor | Sequence[int]
-
 WAY_OUT = "Use method='cam', which needs no attention."
 
 
-def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method = "auto") -> Tensor:
+def relevance(model: nn.Module, images: Tensor, classes: Tensor | Sequence[int], method: Method = "auto") -> Tensor:
     """Maps of how much each position supports each class, [B, n, h, w] float32, 0 or more, on the token grid.
 
     Args:
@@ -261,18 +259,12 @@ def record_attention(backbone: nn.Module) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, float32 and no gradient checkpointing inside; every module is put back as it was."""
+    """Evaluation mode and float32 inside; every module is put back as it was."""
     modes = [(module, module.training) for module in model.modules()]
-    checkpointed: list[Any] = [module for module in model.modules() if getattr(module, "grad_checkpointing", False)]
-    like = next(model.parameters())
     model.eval()
-    for owner in checkpointed:
-        owner.grad_checkpointing = False
     try:
-        with torch.autocast(like.device.type, enabled=False):
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):
             yield
     finally:
         for module, mode in modes:
             module.training = mode
-        for owner in checkpointed:
-            owner.grad_checkpointing = True

@@ -122,9 +122,8 @@ class SuiteRunner:
     def run(self, suites: Sequence[Suite]) -> list[Result]:
         """All of them; attacks last, the smallest eps first: an image that fell has fallen at a larger eps, too."""
         fallen: dict[str, str] = {}
-        attacked = sorted((suite for suite in suites if suite.kind == "attack"), key=lambda suite: suite.eps)
-        others = [suite for suite in suites if suite.kind != "attack"]
-        return [*map(self.evaluate, others), *(self.attack(suite, fallen) for suite in attacked)]
+        in_order = sorted(suites, key=lambda suite: suite.eps)  # 0 of all others
+        return [self.attack(one, fallen) if one.kind == "attack" else self.evaluate(one) for one in in_order]
 
     def _tell(self, suite: Suite, *progress: Any) -> None:
         self.progress(f"{self.name}: {suite.name}", *progress)
