@@ -132,7 +132,8 @@ class SuiteRunner:
         """The images, notes on them, their classes among the model's, and what decides the model's answers."""
         data, notes = open_images(suite, limit, self.sources)
         where, restrict = f"{suite.name} ({suite.path})", self.options.restrict
-        match = match_classes(self.opened.classes, data.class_names, where, subset=suite.subset, restrict=restrict)
+        subset = suite.kind if suite.kind in ("a", "r") else ""  # of 200 classes
+        match = match_classes(self.opened.classes, data.class_names, where, subset=subset, restrict=restrict)
         facts = {
             "weights": self.weights,
             "token vote": self.net.vote,
