@@ -15,6 +15,7 @@ benchmarks/locate.py measures it; docs/predict.md has the numbers.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,14 +116,11 @@ class Locator:
         plain = bool(stages) and model.family.layout == "tokens"
         last = stages[-1 if plain else -2] if len(stages) > 1 else None
         outputs: list[Any] = []
-        hooks = [
-            module.register_forward_hook(lambda *call: outputs.append(call[-1]))
-            for name, module in model.backbone.named_modules()
-            if name == last
-        ]
-        cells = model.class_and_cell_logits(images)[1].float()
-        for hook in hooks:
-            hook.remove()
+        stage = dict(model.backbone.named_modules()).get(last) if last else None
+        with ExitStack() as hooks:
+            if stage is not None:
+                hooks.enter_context(stage.register_forward_hook(lambda *call: outputs.append(call[-1])))
+            cells = model.class_and_cell_logits(images)[1].float()
         if not outputs or not isinstance(outputs[0], Tensor):
             return cells, cells.std(-1, correction=0), cells
         tokens = outputs[0].float()

@@ -21,7 +21,7 @@ The model is unchanged afterwards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -128,14 +128,11 @@ def _read(backbone: nn.Module, result: Tensor, size: tuple[int, int]) -> Tensor:
 
 def _grad_cam(backbone: Any, inputs: Tensor, classes: Tensor) -> Tensor:
     before: list[Tensor] = []
-    handles = []
-    if family_of(backbone).layout == "tokens" and _has_class_token(backbone):
-        handles.append(last_block(backbone).register_forward_pre_hook(lambda m, args: before.append(args[0])))
-    try:
+    with ExitStack() as hooks:
+        if family_of(backbone).layout == "tokens" and _has_class_token(backbone):
+            keep = last_block(backbone).register_forward_pre_hook(lambda m, args: before.append(args[0]))
+            hooks.enter_context(keep)
         features = backbone.forward_features(inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     logits, maps = _class_logits(backbone, features), []
     features = before[0] if before else features
     for i in range(classes.shape[1]):
@@ -239,20 +236,17 @@ def record_attention(backbone: nn.Module) -> Iterator[list[Tensor]]:
     fused = [layer for layer in layers if getattr(layer, "fused_attn", False)]
     hooked = [layer.attn_drop for layer in layers if isinstance(getattr(layer, "attn_drop", None), nn.Module)]
     matrices: list[Tensor] = []
-    handles = [drop.register_forward_pre_hook(lambda m, args: matrices.append(args[0])) for drop in hooked]
-    for layer in fused:
-        layer.fused_attn = False
-    try:
-        with evaluating(backbone):
-            yield matrices
-        if len(matrices) != len(layers):
-            name = type(backbone).__name__
-            raise UnsupportedModelError(f"not all attention layers of {name} pass their matrix to attn_drop. {WAY_OUT}")
-    finally:
+    with ExitStack() as stack:
+        for drop in hooked:
+            stack.enter_context(drop.register_forward_pre_hook(lambda m, args: matrices.append(args[0])))
         for layer in fused:
-            layer.fused_attn = True
-        for handle in handles:
-            handle.remove()
+            layer.fused_attn = False
+            stack.callback(setattr, layer, "fused_attn", True)
+        stack.enter_context(evaluating(backbone))
+        yield matrices
+    if len(matrices) != len(layers):
+        name = type(backbone).__name__
+        raise UnsupportedModelError(f"not all attention layers of {name} pass their matrix to attn_drop. {WAY_OUT}")
 
 
 @contextmanager
