@@ -51,7 +51,7 @@ class Report:
     @property
     def headline(self) -> str:
         """The result in one line."""
-        from everytoken_lab.reports.words import headline
+        from everytoken_lab.reports.page import headline
 
         return headline(self)
 
