@@ -181,17 +181,6 @@ def test_soft_distillation_is_the_scaled_divergence(temperature):
     )
     got = distillation_loss(student, teacher, "soft", temperature)
     torch.testing.assert_close(got, expected * temperature**2)
-    mine, theirs = both_gradients(
-        lambda x: distillation_loss(x, teacher, "soft", temperature),
-        lambda x: (
-            temperature**2
-            * F.kl_div(
-                (x / temperature).log_softmax(-1), (teacher.double() / temperature).softmax(-1), reduction="batchmean"
-            )
-        ),
-        student,
-    )
-    assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 def test_hard_distillation_follows_the_teachers_best_class():
