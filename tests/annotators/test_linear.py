@@ -295,7 +295,7 @@ def test_a_fitted_head_is_used_again_and_refuses_other_settings(data, backbone, 
     kept = open_model(out / "annotator")
     assert kept.class_names == tuple(data.class_names)
     assert kept.info.img_size == (64, 64)
-    for changed in (options(backbone, fit_size=(32,)), options("registry:efficientnet_lite0")):
+    for changed in (options(backbone, fit_size=32), options("registry:efficientnet_lite0")):
         with pytest.raises(AnnotatorError, match="other settings"):
             fit_annotator(data, out, changed, ALONE)
     with pytest.raises(AnnotatorError, match="the images or their classes"):

@@ -58,8 +58,8 @@ class AnnotateOptions:
     fit_model: str = ""
     """fit: backbone whose frozen features the linear head reads: registry:NAME, timm:NAME, a run or a weights file.
     Default: the best of the pretrained networks that are available."""
-    fit_size: Sides = ()
-    """fit: side of the images. Default: the backbone's own."""
+    fit_size: Count = 0
+    """fit: side of the images; 0: the backbone's own."""
 
 
 def pair(size: Sequence[int]) -> tuple[int, int] | None:

@@ -180,7 +180,7 @@ class Features:
         return np.array([i for i in range(len(self.values)) if i not in self.failures], dtype=np.int64)
 
 
-def content_digests(data: DataSet, workers: int = 8) -> list[str]:
+def content_digests(data: DataSet) -> list[str]:
     """A hash of the bytes of each image; "" for files that cannot be read."""
 
     def digest(i: int) -> str:
@@ -189,7 +189,7 @@ def content_digests(data: DataSet, workers: int = 8) -> list[str]:
         except (OSError, EverytokenError):
             return ""
 
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(8) as pool:
         return list(pool.map(digest, range(len(data))))
 
 
@@ -310,7 +310,6 @@ def choose_backbone(
     seed: int = 0,
     device: torch.device | str = "cpu",
     workers: int | None = None,
-    progress: Progress | None = None,
 ) -> Choice:
     """The best of the candidates by cross-validation, with features of all images and a head that is fitted on them.
 
@@ -329,7 +328,7 @@ def choose_backbone(
         return FrozenBackbone(candidate.name, candidate.img_size, device, candidate.squash)
 
     def features_of_all(backbone: FrozenBackbone) -> Features:
-        return compute_features(data, backbone, cache, digests=digests, workers=workers, progress=progress)
+        return compute_features(data, backbone, cache, digests=digests, workers=workers)
 
     digests = content_digests(data)
     if len(offered) == 1:
@@ -417,9 +416,9 @@ def _spread(data: DataSet, digests: Sequence[str], most: int, seed: int) -> np.n
     return np.sort(np.lexsort((draws, class_ranks(draws, data.strata())))[:most])
 
 
-def _seconds_per_image(backbone: FrozenBackbone, pooled: Callable[[Tensor], Tensor], images: int = 8) -> float:
+def _seconds_per_image(backbone: FrozenBackbone, pooled: Callable[[Tensor], Tensor]) -> float:
     """Time of the network alone: the least of three small batches after the first, since others may be at work."""
-    pixels = torch.zeros(images, 3, *backbone.info.img_size, device=backbone.device)
+    pixels = torch.zeros(_BATCH, 3, *backbone.info.img_size, device=backbone.device)
     pixels = pixels.to(memory_format=torch.channels_last)
     spent = []
     for _ in range(4):
@@ -427,4 +426,4 @@ def _seconds_per_image(backbone: FrozenBackbone, pooled: Callable[[Tensor], Tens
         with torch.inference_mode():
             pooled(pixels).sum().item()
         spent.append(time.perf_counter() - started)
-    return min(spent[1:]) / images
+    return min(spent[1:]) / _BATCH

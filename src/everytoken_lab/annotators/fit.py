@@ -83,13 +83,13 @@ def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: Wor
 
 def fit_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: World) -> tuple[Choice, np.ndarray]:
     """The chosen backbone with its heads, and the indices of the images that they were fitted on."""
-    name, sizes = options.fit_model, pair(options.fit_size)
+    name = options.fit_model
     if name and ":" not in name and not Path(name).expanduser().exists():
         raise EverytokenError(f"fit_model must be registry:NAME, timm:NAME, a run or a weights file, got {name!r}")
     learnt = np.arange(len(data)) if options.val_split else split_off(data, DEFAULT_VAL_SPLIT, seed=0)[0]
     choice = choose_backbone(
         data.subset(learnt),
-        candidates([name] if name else (), sizes[0] if sizes else 0),
+        candidates([name] if name else (), options.fit_size),
         folder / "features",
         seconds=60 + 0.1 * len(data),
         seed=_SEED,
@@ -146,7 +146,7 @@ def open_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: Wor
         ) from error
     wanted = _plan(data, options)
     wanted |= {"model": options.fit_model} if options.fit_model else {}
-    wanted |= {"size": list(pair(options.fit_size) or ())} if options.fit_size else {}
+    wanted |= {"size": [options.fit_size] * 2} if options.fit_size else {}
     different = sorted(key for key, value in wanted.items() if plan.get(key) != value)
     if different:
         what = "the images or their classes" if "data_sha256" in different else ", ".join(different)

@@ -49,6 +49,7 @@ Progress = Callable[[int, int], None]
 _silent: Progress = lambda done, total: None  # noqa: E731
 _FEW = 20  # up to this many classes, all scores are kept: dropped ones count as 0, which is more than some of ten have
 _AHEAD = 3  # batches of maps that may wait for the writing thread
+_LOOKED_AT = 5000  # maps of a summary, at most
 _MANY = 200  # images for which an annotator is made faster first
 _CROP_MODES = {"squash": "squash", "letterbox": "border", "center": "center"}
 _ALONE = World(0, 1, torch.device("cpu"))
@@ -95,9 +96,8 @@ def annotate(
         progress: called with (images done, images in all) of this process.
         options: fields of `AnnotateOptions`.
     """
-    for name in ("img_size", "fit_size"):
-        if isinstance(options.get(name), int):  # a square, as in `lab.train`
-            options[name] = (options[name],)
+    if isinstance(options.get("img_size"), int):  # a square, as in `lab.train`
+        options["img_size"] = (options["img_size"],)
     settings = schema.from_keywords(AnnotateOptions, options, "annotate()")
     run_job(data, Path(out), annotator, settings, progress)
     return Maps(out)
@@ -300,14 +300,14 @@ def _notes(annotator: Annotator, plan: ClassPlan, grid: tuple[int, int]) -> Iter
         yield f"{plan.count - plan.scored} classes of the dataset have no class of the annotator and get no scores."
 
 
-def summarise(path: Path, data: DataSet, label_to_class: Sequence[int], limit: int = 5000) -> StoreSummary:
-    """Look at a finished store of `data`: up to `limit` maps spread over it, those of earlier runs too.
+def summarise(path: Path, data: DataSet, label_to_class: Sequence[int]) -> StoreSummary:
+    """Look at a finished store of `data`: up to 5,000 maps spread over it, those of earlier runs too.
 
     Args:
         label_to_class: the store's class of each label, or -1.
     """
     maps = Maps(path)
-    keys = {maps.key(i) for i in sample_positions(len(maps), limit)}
+    keys = {maps.key(i) for i in sample_positions(len(maps), _LOOKED_AT)}
     classes = {-1: -1, **dict(enumerate(label_to_class))}
     known = {key: classes.get(data.label(index), -1) for index, key in enumerate(data.keys()) if key in keys}
-    return summarize_store(maps, limit, lambda key: known[key] if known[key] >= 0 else None)
+    return summarize_store(maps, _LOOKED_AT, lambda key: known[key] if known[key] >= 0 else None)

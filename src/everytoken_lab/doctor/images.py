@@ -18,8 +18,6 @@ from everytoken_lab.schema import counted
 TINY = 10  # images of a class below which it can hardly be learned
 FEW = 50  # images per class (median) below which training from scratch learns little
 IMBALANCE = 10.0  # largest class / smallest class
-
-
 Splits = dict[str, DataSet]
 
 

@@ -113,8 +113,8 @@ class ImagePredictions(Sequence[ImagePrediction]):
         header = list(dict.fromkeys(name for row in rows for name in row)) or ["image", "class", "probability"]
         write_csv(Path(path), header, [[row.get(name, "") for name in header] for row in rows])
 
-    def save_pictures(self, folder: str | Path, side: int = 640) -> list[Path]:
-        """Each image with outline, box and class of its object, in a folder, under its name; `side`: the long one."""
+    def save_pictures(self, folder: str | Path) -> list[Path]:
+        """Each image with outline, box and class of its object, in a folder, under its name, 640 pixels long."""
         if not self.images:
             return []
         root, names = gather_images([image.path for image in self.images])
@@ -130,7 +130,7 @@ class ImagePredictions(Sequence[ImagePrediction]):
             file = stems[name].with_name(stems[name].name + ".jpg")
             make_inside(Path(folder), file.parent.relative_to(folder))
             number = self.class_names.index(image.classes[0])
-            write_picture(file, object_overlay(pixels, boxes, [caption], [number], masks, side), quality=88)
+            write_picture(file, object_overlay(pixels, boxes, [caption], [number], masks, 640), quality=88)
             files.append(file)
         return files
 
