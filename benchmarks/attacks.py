@@ -123,7 +123,7 @@ class World:
         image = self.image if photos is None else str(photos / "val")
         return {
             "predict": ["predict", str(run), image, "-j", "0", "--device", "cpu"],
-            "doctor": ["doctor", str(run)] if photos is None else ["doctor", data, "--out", str(out)],
+            "doctor": ["doctor", data, "--out", str(out)],
             "eval": ["eval", str(run), data, "-j", "0", "--device", "cpu"],
             "report": ["report", str(run), "--out", f"{out}.html", "--samples", "0"],
             "export": ["export", str(run), "--to", "timm", "--out", str(out)],
@@ -257,7 +257,7 @@ def addresses(world: World) -> Iterator[Trial]:
     ):
         run = world.foreign(data=kind.format(listener.address))
         own = {**world.commands(run), "own eval": ["eval", str(run), "-j", "0"]}
-        for name in ("predict", "doctor", "report", "export", "explain", "own eval", "train"):
+        for name in ("predict", "report", "export", "explain", "own eval", "train"):
             yield f"{name} of a run on {kind}", partial(listener.quiet, *own[name])
 
 
@@ -285,7 +285,7 @@ def secrets(world: World) -> Iterator[Trial]:
         run = world.foreign(data=form)
         (run / "environment.json").write_text(json.dumps([{"command": ["train", form], "folder": form}]))
         named = world.commands(run)
-        for name in ("predict", "doctor", "report", "export", "explain"):
+        for name in ("predict", "report", "export", "explain"):
             yield f"{name} of a run on {form}", partial(call, named[name])
         yield f"eval of a run on {form}", partial(call, ["eval", str(run), "-j", "0"])
         yield f"eval on {form}", partial(call, ["eval", str(world.run), form, "-j", "0"])
@@ -309,7 +309,6 @@ def escapes(world: World) -> Iterator[Trial]:
         command("train", str(photos), *TINY, "--workers", "0", "--out", str(run), codes=(0,))
         more = world.commands(run, photos)
         more["json"] = [*more["predict"], "--json"]
-        more["doctor of the run"] = ["doctor", str(run)]
         for name in names:
             more[f"no file {name!r}"] = ["predict", str(run), str(photos / f"{name}.jpg")]
             damaged = world.new("damaged") / f"{name}.jpg"
@@ -333,7 +332,7 @@ def bombs(world: World) -> Iterator[Trial]:
         recipe = run / "recipe.yaml"
         recipe.write_text(text)
         words = world.commands(run)
-        for name in ("predict", "doctor", "report"):
+        for name in ("predict", "report"):
             yield f"{name} with {text[:20]!r}", lambda words=words[name]: bool(command(*words)) or True
         train = ["train", str(world.photos), *TINY, "--recipe", str(recipe), "--out", str(world.new())]
         yield f"train with {text[:20]!r}", lambda words=train: bool(command(*words))
@@ -410,7 +409,7 @@ def special_files(world: World) -> Iterator[Trial]:
 
     names = sorted(p.name for p in world.run.iterdir() if p.is_file() and not p.name.startswith("."))
     names += ["summary.json", "calibration.json", "skipped-images.jsonl", "bad-updates.jsonl"]
-    which = cycle(("predict", "doctor", "report", "train", "export", "eval"))
+    which = cycle(("predict", "report", "train", "export", "eval"))
     for name, kind in product(names, ("pipe", "zero", "folder")):
         command_name = next(which)
         yield f"{command_name}: {name} is a {kind}", partial(call, name, kind, command_name, False)

@@ -402,7 +402,6 @@ def test_no_command_opens_an_address_because_a_run_names_it(address, foreign, ph
         "predict": ["predict", run, image],
         "report": ["report", run, "--out", str(tmp_path / "report.html")],
         "export": ["export", run, "--to", "timm", "--out", str(tmp_path / "export")],
-        "doctor": ["doctor", run],
         "explain": ["explain", run, image, "--out", str(tmp_path / "pictures")],
     }
     for command, words in told.items():

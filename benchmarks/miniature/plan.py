@@ -34,8 +34,8 @@ called a gain or a cost only where its 95 % interval excludes zero. Two seeds; n
 **Size.** 1,500 updates of 50 images are what two seeds of all arms may cost on two shared cores (five core-hours with
 the annotator). These networks are far from their end: what is measured is the beginning of training.
 
-**Order.** The cheap part first, seed by seed, so that every row adds to a table that is complete so far. After six rows of
-the first seed (50 per class, all between 8.6 and 10.4 %) the longer runs of that seed were moved before the second seed.
+**Order.** The cheap part first, seed by seed, so that every row adds to a table that is complete so far. After six
+rows of the first seed (50 per class, all between 8.6 and 10.4 %) its longer runs were moved before the second seed.
 """
 
 from __future__ import annotations

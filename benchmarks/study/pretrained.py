@@ -163,7 +163,7 @@ class Study:
         place = self.work / "maps" / f"{kind}-{dataset}-{per_class}-seed{seed}"
         more: dict[str, Any] = {"foreign_classes": True, "img_size": (224,)}
         if kind == "own":
-            more = {"fit_model": NETWORK, "fit_size": (SIZE,), "img_size": (224,), "val_split": 1e-9}
+            more = {"fit_model": NETWORK, "fit_size": SIZE, "img_size": (224,), "val_split": 1e-9}
             # the folder has a validation part: nothing is to be held out of the training images
         annotator = "fit" if kind == "own" else NETWORK
         images = open_dataset(self.images(dataset, per_class, seed), "train")

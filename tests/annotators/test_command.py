@@ -68,11 +68,10 @@ def test_running_it_again_does_nothing_and_says_so(here, capsys):
     ("words", "said"),
     [
         (["--annotator", "colour:wrong"], "2] is needed"),
-        (["--annotator", "colour:score", "--folds", "3"], "folds can only be used with the annotator fit"),
+        (["--annotator", "colour:score", "--fit-size", "64"], "can only be used with the annotator fit"),
         (["--annotator", "fit", "--weights", "x"], "trains its own weights"),
         (["--annotator", "colour:score", "--top-k", "4"], "more than the 3 classes"),
         (["--annotator", "nonsense"], "there is no annotator"),
-        (["--annotator", "fit", "--folds", "1"], "folds is 1"),
         (["--annotator", "fit", "--batch-size", "0"], "batch_size is 0"),
         (["--annotator", "fit", "--val-split", "1"], "val_split is 1.0"),
         (["--annotator", "fit", "--img-size", "1", "2", "3"], "img_size is (1, 2, 3)"),
@@ -114,17 +113,6 @@ def test_the_commands_to_run_next_can_be_pasted(here, capsys):
     said = capsys.readouterr().out
     assert "maps sheet 'my maps' --images 'my photos' --out" in said
     assert "train 'my photos' --maps 'my maps' --recipe" in said
-
-
-def test_photos_without_class_folders_need_a_word(here, capsys):
-    words = ["photos/red", "--out", "maps", "--annotator", "colour:score", "-j", "0", "--device", "cpu"]
-    assert run(*words) == 2
-    assert "unlabelled" in capsys.readouterr().err
-    assert run(*words, "--unlabelled") == 0
-    assert len(Maps("maps")) == 4
-    said = capsys.readouterr().out
-    assert "folder's" not in said
-    assert "train" not in said
 
 
 def test_nothing_but_unreadable_images_is_a_failure(here, capsys):

@@ -17,8 +17,7 @@ from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, map_area, verify
 from everytoken_lab.annotators import AnnotateOptions
 from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, build_annotator, weights_hash
-from everytoken_lab.annotators.job import fill_store, store_order, summarise
-from everytoken_lab.annotators.reading import ImageReader
+from everytoken_lab.annotators.job import fill_store, summarise
 from everytoken_lab.classes import ClassList
 from everytoken_lab.data.augment import EvalTransform
 from everytoken_lab.data.datasets import open_dataset
@@ -76,22 +75,11 @@ def quadrants(path: Path, size: tuple[int, int], **save) -> None:
     Image.fromarray(pixels).save(path, **save)
 
 
-def test_a_squashed_map_covers_the_image_and_shows_each_thing_in_its_place(tmp_path):
-    quadrants(tmp_path / "photos/red/wide.png", (128, 32))
-    names = ("red", "green", "blue")
-    annotator = function(blocks, names)
-    data = open_dataset(tmp_path / "photos", class_list=names)
-    fill_store(data, tmp_path / "maps", annotator, QUICK)
-    top = Maps(tmp_path / "maps")["red/wide.png"].classes[..., 0]
-    assert (top[:2, :2] == 0).all()
-    assert (top[:2, 2:] == 1).all()
-    assert (top[2:, :2] == 2).all()
-
-
 @pytest.mark.parametrize(
     ("resize", "area", "cells"),
     [
         ("letterbox", (0.0, -0.5, 1.0, 1.5), {(1, 0): 0, (1, 3): 1, (2, 0): 2}),  # the middle two of four rows show it
+        ("squash", (0.0, 0.0, 1.0, 1.0), {(0, 0): 0, (0, 3): 1, (3, 0): 2}),
         ("center", (0.25, 0.0, 0.75, 1.0), {(0, 0): 0, (0, 3): 1}),
     ],
 )
@@ -157,13 +145,6 @@ def test_scores_that_cannot_be_stored_stop_the_job_and_name_the_image(photos, tm
 
     with pytest.raises(AnnotatorError, match=rf"'green/2\.green\.png'.*{said}"):
         fill_store(open_dataset(photos), tmp_path / "maps", function(score), QUICK)
-
-
-def test_more_classes_per_cell_than_there_are_is_an_error(data, tmp_path):
-    with pytest.raises(EverytokenError, match="top_k 4 is more than the 3 classes"):
-        fill_store(data, tmp_path / "maps", function(blocks), AnnotateOptions(top_k=4, workers=0))
-    fill_store(data, tmp_path / "maps", function(blocks), AnnotateOptions(top_k=2, workers=0))
-    assert Maps(tmp_path / "maps").meta.top_k == 2
 
 
 @pytest.mark.parametrize(("classes", "kept"), [(3, 3), (20, 20), (21, 5)])
@@ -251,15 +232,6 @@ def test_kills_at_any_moment_end_in_the_same_store(photos_of, tmp_path, content)
     assert int(done.stdout) > 1
     assert content(tmp_path / "killed") == content(tmp_path / "calm")
     assert verify(tmp_path / "killed").ok
-
-
-def test_reading_ahead_uses_the_order_of_the_store(data):
-    order = store_order(data)
-    keys = [data.key(int(i)) for i in order]
-    assert keys == sorted(keys, key=str.encode)
-    batch = ImageReader(data, order, EvalTransform((16, 16))).__getitems__(range(2, 6))
-    assert batch.images.shape == (4, 3, 16, 16)
-    assert batch.indices.tolist() == order[2:6].tolist()
 
 
 def test_the_summary_counts_agreement_by_image_and_by_cell(photos, tmp_path):

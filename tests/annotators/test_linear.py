@@ -21,7 +21,6 @@ from everytoken_lab.annotators.features import (
     FrozenBackbone,
     choose_backbone,
     compute_features,
-    content_digests,
     fit_features,
 )
 from everytoken_lab.annotators.fit import fit_annotator
@@ -233,7 +232,7 @@ def test_all_photos_decide_between_backbones_that_few_do_not_tell_apart(photos_o
     monkeypatch.setattr(
         features_module,
         "fit_features",
-        lambda features, *more: (seen.append(len(features.values)), fit_features(features, *more))[1],
+        lambda features, data, **more: (seen.append(len(features.values)), fit_features(features, data, **more))[1],
     )
     monkeypatch.setattr(features_module, "_is_decided", lambda first, second: False)
     chosen = choose_backbone(data, offered, tmp_path, workers=0)
@@ -296,7 +295,7 @@ def test_a_fitted_head_is_used_again_and_refuses_other_settings(data, backbone, 
     kept = open_model(out / "annotator")
     assert kept.class_names == tuple(data.class_names)
     assert kept.info.img_size == (64, 64)
-    for changed in (options(backbone, seed=1), options("registry:efficientnet_lite0")):
+    for changed in (options(backbone, fit_size=32), options("registry:efficientnet_lite0")):
         with pytest.raises(AnnotatorError, match="other settings"):
             fit_annotator(data, out, changed, ALONE)
     with pytest.raises(AnnotatorError, match="the images or their classes"):
@@ -330,10 +329,3 @@ def test_unreadable_images_do_not_stop_fit(photos, backbone, tmp_path):
     data, out = open_dataset(photos), tmp_path / "maps"
     fill_store(data, out, fit_annotator(data, out, options(backbone), ALONE), options())
     assert list(Maps(out).skipped) == ["red/0.red.png"]
-
-
-def test_digests_are_those_of_the_bytes(data, photos):
-    digests = content_digests(data)
-    assert len(set(digests)) == 12
-    (photos / "red/0.red.png").unlink()
-    assert content_digests(data).count("") == 1

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 from everytoken_lab.cli import main
-from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.data.duplicates import ImageFacts, fingerprint, near_pairs
-from everytoken_lab.doctor import machine
+from everytoken_lab.doctor import diagnose
 
 
 def ask(capsys, *words: str) -> tuple[int, dict[str, dict]]:
@@ -27,18 +25,8 @@ def tree(photos, tmp_path) -> Path:
     return Path(shutil.copytree(photos, tmp_path / "tree"))
 
 
-def make_store(path: Path, tree: Path, names=("class-0", "class-1", "class-2"), leave_out: int = 0) -> Path:
-    keys = sorted(p.relative_to(tree / "train").as_posix() for p in (tree / "train").rglob("*.png"))[leave_out:]
-    meta = StoreMeta(grid=(2, 2), top_k=2, class_names=list(names))
-    one = ScoreMap(np.ones((2, 2, 2), np.float16), np.tile(np.array([0, 1], np.uint8), (2, 2, 1)), (40, 36))
-    with MapWriter(path, keys, meta) as writer:
-        writer.write(dict.fromkeys(keys, one))
-        writer.finalize()
-    return path
-
-
-def test_healthy_images_and_maps_have_no_errors_and_exit_code_0(capsys, photos, tmp_path):
-    code, found = ask(capsys, photos, make_store(tmp_path / "maps", photos))
+def test_healthy_images_have_no_errors_and_exit_code_0(capsys, photos):
+    code, found = ask(capsys, photos)
     assert code == 0
     assert not [f for f in found.values() if f["level"] == "error"], found
     assert "36 train, 12 val images of 3 classes" in found["images"]["what"]
@@ -129,92 +117,17 @@ def test_classes_out_of_balance_tiny_or_only_in_val_are_found(capsys, tree):
     assert "12 times" in found["imbalance"]["what"]
 
 
-def test_maps_in_another_order_of_classes_are_an_error(capsys, tree, tmp_path):
-    code, found = ask(capsys, tree, make_store(tmp_path / "maps", tree, ("class-1", "class-0", "class-2")))
-    assert code == 1
-    assert found["class-order"]["count"] == 2
-    _, found = ask(capsys, tree, make_store(tmp_path / "others", tree, ("fish", "bird", "tree")))
-    assert found["classes-foreign"]["level"] == "note"
-
-
-def test_missing_and_stale_maps_are_found(capsys, tree, tmp_path):
-    maps = make_store(tmp_path / "maps", tree, leave_out=2)
-    with Image.open(tree / "train/class-1/photo.4.png") as image:
-        image.resize((20, 18)).save(tree / "train/class-1/photo.4.png")
-    code, found = ask(capsys, tree, maps)
-    assert code == 1
-    assert found["maps-missing"]["count"] == 2
-    assert found["maps-stale"]["examples"] == ["class-1/photo.4.png: 40x36 when annotated, 20x18 now"]
-
-
-def test_images_that_a_split_holds_out_need_no_map(capsys, tree, tmp_path):
-    shutil.rmtree(tree / "val")
-    data = open_dataset(tree / "train", val_split=0.2)
-    meta = StoreMeta(grid=(2, 2), top_k=2, class_names=list(data.class_names))
-    one = ScoreMap(np.ones((2, 2, 2), np.float16), np.tile(np.array([0, 1], np.uint8), (2, 2, 1)), (40, 36))
-    with MapWriter(tmp_path / "maps", list(data.keys()), meta) as writer:
-        writer.write(dict.fromkeys(data.keys(), one))
-        writer.finalize()
-    code, found = ask(capsys, tree / "train", tmp_path / "maps")
-    assert code == 0
-    assert "--val-split 0.2 holds out" in found["maps-held-out"]["what"]
-
-
-def test_damaged_maps_are_found(capsys, tree, tmp_path):
-    maps = make_store(tmp_path / "maps", tree)
-    shard = sorted(maps.glob("shard-*"))[0]
-    content = bytearray(shard.read_bytes())
-    content[-2] ^= 1
-    shard.write_bytes(content)
-    code, found = ask(capsys, maps)
-    assert code == 1
-    assert found["maps-damaged"]["level"] == "error"
-    shard.write_text("{ torn")
-    code, found = ask(capsys, maps)
-    assert (code, set(found) & {"maps-unusable", "maps-damaged"} != set()) == (1, True)
-
-
 def test_a_missing_folder_is_an_error_and_not_a_traceback(capsys, tmp_path):
     code, found = ask(capsys, tmp_path / "nowhere")
     assert code == 1
     assert "nowhere" in found["data-unusable"]["what"]
 
 
-def test_rotten_checkpoints_and_weights_of_a_run_are_found(capsys, tmp_path):
-    import torch
-    from safetensors.torch import save_file
-
-    from everytoken_lab.engine.checkpoint import save_checkpoint
-    from everytoken_lab.engine.run_folder import RunFolder
-
-    folder = RunFolder(tmp_path / "run")
-    folder.write_config({"epochs": 2, "seed": 1, "data": str(tmp_path / "gone"), "maps": ""})
-    folder.record({"kind": "epoch", "epoch": 1, "step": 10, "score": 50.0})
-    for step in (10, 20):
-        save_checkpoint(folder.checkpoints, step, {"model": {"w": torch.ones(50)}}, {"step": step}, {})
-    save_file({"w": torch.ones(3)}, folder.path / "best.safetensors")
-    code, found = ask(capsys, folder.path)
-    assert code == 0
-    assert found["run-unfinished"]["level"] == "note"
-    assert found["run-data-gone"]["level"] == "warning"
-    file = folder.path / "checkpoints/step-00000020/model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 4
-    file.write_bytes(content)
-    code, found = ask(capsys, folder.path)
-    assert code == 1
-    assert "step-00000010" in found["checkpoint-damaged"]["todo"]
-    save_file({"w": torch.tensor([1.0, float("nan")])}, folder.path / "best.safetensors")
-    assert "weights-not-finite" in ask(capsys, folder.path)[1]
-    (folder.path / "best.safetensors").write_bytes(b"short")
-    assert "weights-damaged" in ask(capsys, folder.path)[1]
-
-
 def test_the_machine_is_examined_with_no_paths_and_a_full_disk_is_an_error(capsys, monkeypatch):
     code, found = ask(capsys)
     assert {"versions", "disk"} <= set(found)
     assert code == 0 or found["disk"]["level"] == "error"
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda place: Disk())
+    monkeypatch.setattr(diagnose.shutil, "disk_usage", lambda place: Disk())
     code, found = ask(capsys)
     assert code == 1
     assert found["disk"]["level"] == "error"

@@ -104,12 +104,6 @@ def test_fewer_classes_are_matched_by_name_and_unknown_ones_refused(photos, weig
     assert "no class of the model: 'owl'" in capsys.readouterr().err
 
 
-def test_the_token_vote_needs_a_token_head(photos, weights, capsys):
-    words = ["--workers", "0", "--device", "cpu", "--token-vote", "0.5"]
-    assert main(["eval", str(weights), str(photos), *words]) == 2
-    assert "no token head" in capsys.readouterr().err
-
-
 def test_foreign_weights_need_a_name_and_released_ones_vote(photos, tmp_path, capsys):
     torch.manual_seed(0)
     small = {"img_size": 224, "num_classes": 3}
@@ -231,15 +225,6 @@ def test_a_run_of_other_data_that_was_called_the_same_is_not_mixed_up(photos, tm
     found, note = open_part([str(run)], "photos")  # moved here, perhaps
     assert len(found) == 36
     assert "may be among them" in note
-
-
-def test_the_names_of_result_files_keep_their_dots(photos, weights, tmp_path, capsys):
-    words = ["eval", str(weights), str(photos), "--workers", "0", "--device", "cpu", "--out"]
-    assert main([*words, str(tmp_path / "beta0.5")]) == 0
-    assert {p.name for p in tmp_path.iterdir()} == {"beta0.5.json", "beta0.5.csv"}
-    assert main([*words, str(tmp_path / "e.json")]) == 0
-    assert (tmp_path / "e.json").is_file()
-    assert (tmp_path / "e.csv").is_file()
 
 
 def test_numbers_that_are_not_there_are_null_in_json(photos, weights, tmp_path, capsys):

@@ -112,17 +112,6 @@ def test_the_python_function_gives_cards_and_numbers_and_writes_nothing_unless_a
     assert [entry["class"] for entry in result.facts["images"][0]["models"][0]["relevance"]] == ["cat"]
 
 
-def test_a_foreign_checkpoint_is_named_by_its_timm_model(here, tmp_path):
-    model = timm.create_model("resnet10t", num_classes=4)
-    save_file(model.state_dict(), tmp_path / "plain.safetensors")
-    for how in (["timm:resnet10t", "--weights", tmp_path / "plain.safetensors"],
-                [tmp_path / "plain.safetensors", "--model", "resnet10t"]):  # fmt: skip
-        argv = [how[0], here / "photos/two.jpg", *how[1:], "--class", "2"]
-        assert run(here, *argv, "--out", tmp_path / "out") == 0
-        facts = json.loads((tmp_path / "out/explain.json").read_text())
-        assert facts["images"][0]["models"][0]["relevance"][0]["index"] == 2
-
-
 @pytest.mark.parametrize(("more", "message"), [
     (["--class", "dgo"], "has no class 'dgo', or several. Did you mean 'dog'"),
     (["--class", "4"], "a number from 0 to 3"),

@@ -99,14 +99,6 @@ def test_half_precision_logits_are_reduced_in_single_precision(kind):
     torch.testing.assert_close(mine, theirs.to(kind), rtol=0.02, atol=1e-6)  # only the last rounding differs
 
 
-def test_more_than_two_thousand_classes_and_one_image():
-    target = target_of(3, B=1, num_classes=21841)
-    logits = torch.randn(1, 3, 2, 21841, generator=torch.Generator().manual_seed(4))
-    torch.testing.assert_close(
-        compact_cross_entropy(logits, target).double(), densely(logits, target), rtol=1e-6, atol=1e-6
-    )
-
-
 def test_logits_of_any_layout_and_no_input_is_modified():
     target = target_of(4)
     base = torch.randn(2, 11, 3, 2, generator=torch.Generator().manual_seed(5))
@@ -118,13 +110,6 @@ def test_logits_of_any_layout_and_no_input_is_modified():
     assert torch.equal(base, kept[0])
     assert torch.equal(target.mass, kept[1])
     assert torch.equal(target.weight, kept[2])
-
-
-def test_the_backward_pass_can_be_repeated():
-    target, logits = target_of(5), torch.randn(2, 3, 2, 11, requires_grad=True)
-    loss = compact_cross_entropy(logits, target)
-    first = torch.autograd.grad(loss, logits, retain_graph=True)[0]
-    assert torch.equal(first, torch.autograd.grad(loss, logits)[0])
 
 
 def test_hard_labels_equal_torchs_cross_entropy():
@@ -196,17 +181,6 @@ def test_soft_distillation_is_the_scaled_divergence(temperature):
     )
     got = distillation_loss(student, teacher, "soft", temperature)
     torch.testing.assert_close(got, expected * temperature**2)
-    mine, theirs = both_gradients(
-        lambda x: distillation_loss(x, teacher, "soft", temperature),
-        lambda x: (
-            temperature**2
-            * F.kl_div(
-                (x / temperature).log_softmax(-1), (teacher.double() / temperature).softmax(-1), reduction="batchmean"
-            )
-        ),
-        student,
-    )
-    assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 def test_hard_distillation_follows_the_teachers_best_class():

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-import torch
 
 from everytoken.errors import EverytokenError
 from everytoken.functional import collate_maps, spread, vocabulary
@@ -59,11 +58,3 @@ def test_a_batch_without_any_map_is_a_batch_without_labels():
     maps = collate_maps([None, None], 10)
     assert (maps.classes == -1).all()
     assert len(maps) == 2
-
-
-def test_maps_move_between_devices(make):
-    maps = make.maps(np.random.default_rng(3))
-    moved = maps.to("meta")
-    assert moved.scores.device.type == moved.area.device.type == "meta"
-    assert moved.num_classes == maps.num_classes
-    assert maps.scores.dtype == torch.float32

@@ -61,16 +61,6 @@ def _plain(scores, classes, area=(0.0, 0.0, 1.0, 1.0)):
     return SimpleNamespace(scores=scores, classes=classes, area=area)
 
 
-def test_the_usual_sizes_equal_roi_align(make):
-    rng = np.random.default_rng(0)
-    maps = make.maps(rng, n=8, h=18, w=18, k=5, num_classes=1000, words=40)
-    low = torch.tensor(rng.random((8, 2)) * 0.4)
-    boxes = torch.cat([low, low + 0.1 + torch.tensor(rng.random((8, 2))) * 0.5], dim=1)
-    got = sample_maps(maps, _crops(boxes), (14, 14))
-    torch.testing.assert_close(got.tokens, roi_crop(maps, boxes, (14, 14)), rtol=0, atol=1e-5)
-    torch.testing.assert_close(got.image, roi_crop(maps, boxes, (1, 1))[:, 0, 0], rtol=0, atol=1e-5)
-
-
 def chain(make, draw_numbers):
     """A chain of crop, flip, rotate, shear, translate on an image of some aspect ratio."""
     x, y, size, angle, shear, move, aspect, flips = draw_numbers
@@ -128,23 +118,6 @@ def test_a_map_of_its_own_coordinates_comes_back_as_the_tokens_centres(make, num
     assert (got.weight[0].numpy()[beyond.any(-1)] == 0).all()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(chains, st.integers(0, 2**31), st.sampled_from([1, 2]))
-def test_flipping_the_image_flips_the_targets(make, numbers, seed, axis):
-    rng = np.random.default_rng(seed)
-    placement = chain(make, numbers)
-    mirror = make.crop(0, 0, 1, 1, hflip=axis == 2, vflip=axis == 1)
-    scores = rng.normal(size=(5, 7, 2)).astype(np.float32)
-    maps = collate_maps([_plain(scores, np.broadcast_to(np.arange(2), (5, 7, 2)))], 2)
-    straight = sample_maps(maps, make.batch([placement]), (4, 6))
-    flipped = sample_maps(maps, make.batch([make.then(mirror, placement)]), (4, 6))
-    same(
-        SampledMaps(straight.tokens.flip(axis), straight.weight.flip(axis), straight.image, straight.image_weight),
-        flipped,
-        2e-4,  # placements are float32
-    )
-
-
 def slowly(scores, placement, grid, area=(0.0, 0.0, 1.0, 1.0)):
     """Averages of bilinear samples through any affine, one number at a time. scores [h, w] -> [H, W]."""
     h, w = scores.shape
@@ -189,15 +162,6 @@ def test_any_affine_equals_sampling_one_point_at_a_time(make, numbers, angle, ar
 def sampled_one_class(maps, placement, grid):
     got = sample_maps(maps, placement, grid)
     return got.tokens[0, :, :, 0].numpy(), got.image[:, :1].numpy()
-
-
-def test_what_lies_outside_the_image_does_not_dilute_the_average(make):
-    maps = collate_maps([_plain(np.full((4, 4, 1), 5.0, np.float32), np.zeros((4, 4, 1), np.int64))], 1)
-    got = sample_maps(maps, make.batch([make.crop(-0.5, 0, 0.5, 1)]), (2, 8))
-    torch.testing.assert_close(got.weight[0, 0], torch.tensor([0.0, 0, 0, 0, 1, 1, 1, 1]))
-    torch.testing.assert_close(got.tokens[0, :, 4:, 0], torch.full((2, 4), 5.0))
-    torch.testing.assert_close(got.image_weight, torch.tensor([0.5]))
-    torch.testing.assert_close(got.image[:, 0], torch.tensor([5.0]))
 
 
 def test_a_token_on_the_edge_weighs_its_labelled_part(make):
@@ -248,28 +212,6 @@ def test_a_batch_of_both_kinds_equals_its_images_one_by_one(make):
         same(SampledMaps(*(part[i : i + 1] for part in together)), alone, 1e-6)
 
 
-def test_an_image_without_a_map_has_weight_zero_everywhere(make):
-    rng = np.random.default_rng(7)
-    maps = collate_maps([make.record(rng), None], 20)
-    for placement in (make.crop(0.1, 0.1, 0.9, 0.9), make.about_centre(make.rotation(40))):
-        got = sample_maps(maps, make.batch([placement] * 2), (3, 3))
-        assert (got.weight[1] == 0).all()
-        assert got.image_weight[1] == 0
-        assert (got.weight[0] > 0).any()
-        assert all(part.isfinite().all() for part in got)
-
-
-def test_sampling_leaves_its_inputs_alone(make):
-    rng = np.random.default_rng(8)
-    maps, placement = make.maps(rng, n=2), make.batch([make.crop(0, 0, 1, 1), make.about_centre(make.rotation(9))])
-    before = [t.clone() for t in (maps.scores, maps.local, maps.classes, maps.area, placement)]
-    first = sample_maps(maps, placement, (3, 3))
-    second = sample_maps(maps, placement, (3, 3))
-    same(first, second, 0)
-    for old, now in zip(before, (maps.scores, maps.local, maps.classes, maps.area, placement), strict=True):
-        assert torch.equal(old, now)
-
-
 def test_half_precision_scores_are_averaged_in_single_precision(make):
     maps = make.maps(np.random.default_rng(9), n=2, dtype="f2")
     assert maps.scores.dtype == torch.float16
@@ -278,17 +220,6 @@ def test_half_precision_scores_are_averaged_in_single_precision(make):
     boxes = torch.tensor([[0, 0, 0.7, 1.0]] * 2)
     assert got.tokens.dtype == torch.float32
     torch.testing.assert_close(got.tokens, roi_crop(maps, boxes, (3, 3)), rtol=0, atol=1e-5)
-
-
-def test_sampling_compiles_without_a_break(make):
-    rng = np.random.default_rng(10)
-    maps = make.maps(rng, n=3)
-    placement = make.batch(
-        [make.crop(0, 0, 0.6, 1), make.about_centre(make.rotation(20)), make.crop(0.1, 0.1, 0.9, 0.5)]
-    )
-    plan = plan_sampling(placement, maps.area, maps.size, (3, 4))
-    compiled = torch.compile(lambda m, p: sample_maps(m, p, (3, 4), plan), fullgraph=True, backend="aot_eager")
-    same(sample_maps(maps, placement, (3, 4)), compiled(maps, placement), 1e-5)
 
 
 def test_a_plan_serves_the_image_label_and_is_remade_for_another_grid(make):

@@ -191,24 +191,6 @@ def test_flipping_and_choosing_rows():
         target.flip(3)
 
 
-def test_making_targets_leaves_scores_alone():
-    logits, classes = scores(7)
-    before = logits.clone(), classes.clone()
-    target = from_scores(logits, classes, K, weight=torch.ones(3, 2, 4))
-    mass = target.mass.clone()
-    target.smooth(0.1)
-    blend(target, 0.5, target, 0.5)
-    target.dense()
-    assert torch.equal(logits, before[0])
-    assert torch.equal(classes, before[1])
-    assert torch.equal(target.mass, mass)
-
-
-def test_many_classes_and_one_image():
-    logits, classes = scores(8, B=1, num_classes=21841, short=False)
-    close(from_scores(logits, classes, 21841), densely(logits, classes, 21841).softmax(-1))
-
-
 def test_wrong_arguments_are_named():
     logits, classes = scores(9)
     with pytest.raises(EverytokenError, match="temperature"):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from everytoken.errors import EverytokenError
 from everytoken.mixing import MIXERS
 from everytoken.mixing.methods import BlockPatches, CutMix, MixToken, patches_to_pixels
-from everytoken.mixing.mix import apply_to_pixels
 
 
 @pytest.mark.parametrize("name", ["random", "block"])
@@ -40,14 +39,6 @@ def test_blocks_hang_together_more_than_scattered_patches():
         return total
 
     assert edges("block") < 0.5 * edges("random")
-
-
-@pytest.mark.parametrize("name", ["random", "block"])
-def test_mixing_twice_gives_the_images_back_and_draws_repeat(name):
-    first, again = (MIXERS[name]().draw(4, (16, 16), (4, 4), np.random.default_rng(3)) for _ in range(2))
-    assert torch.equal(first.mask, again.mask)
-    images = torch.randn(4, 3, 16, 16)
-    assert torch.equal(apply_to_pixels(apply_to_pixels(images, first), first), images)
 
 
 def test_patches_that_do_not_divide_the_image_still_tile_it():

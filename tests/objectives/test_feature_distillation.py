@@ -1,7 +1,6 @@
 """Feature distillation: the slow loop, unequal grids, mixing, stored features, and what is trained."""
 
 import copy
-import math
 
 import numpy as np
 import pytest
@@ -227,22 +226,6 @@ def test_a_recipe_gives_it_the_teacher_and_cannot_name_parts_of_the_network():
             build_objectives({"feature_distillation": {setting: 3}}, model, teacher=teacher)
     with pytest.raises(et.EverytokenError, match="teacher: resnet50"):
         build_objectives({"feature_distillation": {}}, model)
-
-
-def test_learning_a_teacher_lowers_the_distance():
-    torch.manual_seed(0)
-    model = et.TokenModel(timm.create_model("vit_nano_patch4_32", num_classes=3)).train()
-    objective = et.FeatureDistillation(Teacher((8, 8)), model)
-    optimizer = torch.optim.Adam([*model.parameters(), *objective.parameters()], lr=1e-3)
-    losses = []
-    for _ in range(30):
-        loss = objective(model(images()), et.Batch(images()))["loss"]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.5 * losses[0]
-    assert math.isfinite(losses[-1])
 
 
 def test_features_are_sampled_through_rotations_as_by_hand():

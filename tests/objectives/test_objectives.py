@@ -14,7 +14,6 @@ from everytoken.functional import (
     blend,
     collate_maps,
     compact_cross_entropy,
-    from_labels,
     from_scores,
     mix_with_truth,
     participating,
@@ -22,7 +21,7 @@ from everytoken.functional import (
 )
 from everytoken.keyed import StepKey
 from everytoken.mixing.methods import CutMix, MixToken
-from everytoken.mixing.mix import apply_to_tokens, mix_image_target, mix_token_target
+from everytoken.mixing.mix import apply_to_tokens, mix_image_target
 from everytoken.models import TokenView
 from everytoken.objectives.distillation import Distillation
 from everytoken.objectives.hard import HardLabels
@@ -443,13 +442,6 @@ def test_wrong_settings_are_named():
         Distillation(through="patches")
     with pytest.raises(EverytokenError, match="needs class labels"):
         HardLabels()(a_view(), replace(a_batch(), labels=None))
-
-
-def test_targets_from_labels_and_maps_mix_alike():
-    mix = draw(CutMix())
-    image = from_labels(torch.tensor([0, 1, 2, 3]), K)
-    assert mix_image_target(image, mix).shape == (B,)
-    assert mix_token_target(targets(a_batch())[1], mix).shape == (B, *GRID)
 
 
 def test_the_class_target_of_the_maps_is_not_made_a_second_time(monkeypatch):

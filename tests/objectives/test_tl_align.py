@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import collate_maps, compact_cross_entropy, from_labels, from_scores, sample_maps
-from everytoken.mixing.guided import PuzzleMix
 from everytoken.mixing.methods import CutMix, MixToken, MixUp
 from everytoken.mixing.mix import Mix, apply_to_pixels, apply_to_tokens
 from everytoken.models import TokenModel
@@ -168,15 +167,6 @@ def test_token_labels_move_with_patches_that_a_mix_moves(model):
             r = shares[b, y, x]
             total -= ((r * own + (1 - r) * partner) * logits[b, y, x].log_softmax(0)).sum() / 8
     torch.testing.assert_close(got, total)
-
-
-def test_a_puzzle_trains_with_token_labels_that_follow(model):
-    saliency = torch.rand(B, 4, 4, generator=torch.Generator().manual_seed(0))
-    mix = PuzzleMix(blocks=(4,)).draw(B, (64, 64), GRID, np.random.default_rng(0), None, lambda kind: saliency)
-    assert (mix.moves.flatten(2) != torch.arange(16)).any(), "nothing moves, so nothing is tested"
-    objective = TLAlign(model, beta=0.5)
-    batch = a_batch(mix)
-    assert float(objective(model(batch.images, mix), batch)["token"].detach()) > 0
 
 
 def test_tokens_that_are_put_back_to_their_images_take_their_shares_along(model):

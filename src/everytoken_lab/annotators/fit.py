@@ -39,6 +39,7 @@ from everytoken_lab.engine.distributed import World
 logger = logging.getLogger(__name__)
 FOLDER = "annotator"
 """Where in a store's folder the heads are kept."""
+_SEED = 42  # of the folds
 
 
 @dataclass
@@ -82,17 +83,16 @@ def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: Wor
 
 def fit_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: World) -> tuple[Choice, np.ndarray]:
     """The chosen backbone with its heads, and the indices of the images that they were fitted on."""
-    name, sizes = options.fit_model, pair(options.fit_size)
+    name = options.fit_model
     if name and ":" not in name and not Path(name).expanduser().exists():
         raise EverytokenError(f"fit_model must be registry:NAME, timm:NAME, a run or a weights file, got {name!r}")
     learnt = np.arange(len(data)) if options.val_split else split_off(data, DEFAULT_VAL_SPLIT, seed=0)[0]
     choice = choose_backbone(
         data.subset(learnt),
-        candidates([name] if name else (), sizes[0] if sizes else 0),
+        candidates([name] if name else (), options.fit_size),
         folder / "features",
         seconds=60 + 0.1 * len(data),
-        folds=options.folds,
-        seed=options.seed,
+        seed=_SEED,
         device=world.device,
         workers=options.workers,
     )
@@ -101,10 +101,10 @@ def fit_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: Worl
 
 def save_heads(fitted: tuple[Choice, np.ndarray], data: DataSet, folder: Path, options: AnnotateOptions) -> None:
     """Heads, then the whole classifier, then the note that makes them count."""
-    choice, learnt = fitted
-    heads = (*choice.fit.fold_heads, choice.fit.head)
+    (choice, learnt), fit = fitted, fitted[0].fit
+    heads = (*fit.fold_heads, fit.head)
     part = np.full(len(data), len(heads) - 1, dtype=np.int64)
-    part[learnt[choice.features.readable]] = choice.fit.fold
+    part[learnt[choice.features.readable]] = fit.fold
     content = {
         "weight": torch.stack([head.weight for head in heads]),
         "bias": torch.stack([head.bias for head in heads]),
@@ -112,18 +112,12 @@ def save_heads(fitted: tuple[Choice, np.ndarray], data: DataSet, folder: Path, o
     }
     make_inside(folder.parent, folder.name)
     write_atomically(folder / "linear.safetensors", encode_weights(content, {}))
-    model, info = choice.backbone.with_head(choice.fit.head, data.class_names)
+    model, info = choice.backbone.with_head(fit.head, data.class_names)
     write_weights(folder / "best.safetensors", model.state_dict(), info.to_metadata())
-    note = {
-        "plan": {**_plan(data, options), "model": choice.backbone.name, "size": list(choice.backbone.info.img_size)},
-        "facts": {
-            "accuracy": choice.fit.accuracy,
-            "images": len(choice.fit.labels),
-            "strength": choice.fit.strength,
-            "weights_sha256": choice.backbone.weights_sha256,
-            "tried": [asdict(trial) for trial in choice.trials],
-        },
-    }
+    backbone = {"model": choice.backbone.name, "size": list(choice.backbone.info.img_size)}
+    facts: dict[str, Any] = {"accuracy": fit.accuracy, "images": len(fit.labels), "strength": fit.strength}
+    facts |= {"weights_sha256": choice.backbone.weights_sha256, "tried": [asdict(trial) for trial in choice.trials]}
+    note = {"plan": {**_plan(data, options), **backbone}, "facts": facts}
     write_atomically(folder / "linear.json", json.dumps(note, indent=1).encode())
 
 
@@ -131,8 +125,6 @@ def _plan(data: DataSet, options: AnnotateOptions) -> dict[str, Any]:
     """What the heads depend on besides the backbone."""
     return {
         "kind": "linear",
-        "folds": options.folds,
-        "seed": options.seed,
         "held_out": options.val_split or DEFAULT_VAL_SPLIT,
         "class_names": list(data.class_names),
         "data_sha256": keys_hash(data),
@@ -154,7 +146,7 @@ def open_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: Wor
         ) from error
     wanted = _plan(data, options)
     wanted |= {"model": options.fit_model} if options.fit_model else {}
-    wanted |= {"size": list(pair(options.fit_size) or ())} if options.fit_size else {}
+    wanted |= {"size": [options.fit_size] * 2} if options.fit_size else {}
     different = sorted(key for key, value in wanted.items() if plan.get(key) != value)
     if different:
         what = "the images or their classes" if "data_sha256" in different else ", ".join(different)
@@ -169,12 +161,10 @@ def open_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: Wor
         f"({facts.get('images', 0):,} images)"
     )
     heads = zip(weight.numpy(), bias.numpy(), strict=True)
+    hashes = [backbone.weights_sha256, *(hashlib.sha256(w.tobytes() + b.tobytes()).hexdigest() for w, b in heads)]
     settings = {
         "fit": {key: value for key, value in plan.items() if key != "data_sha256"},
-        "weights_sha256": [
-            backbone.weights_sha256,
-            *(hashlib.sha256(w.tobytes() + b.tobytes()).hexdigest() for w, b in heads),
-        ],
+        "weights_sha256": hashes,
         "held_out_accuracy": round(accuracy, 4),
     }
     classes, network = ClassList(len(data.class_names), tuple(data.class_names)), CellScores(backbone.model)

@@ -40,14 +40,16 @@ from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, build
 from everytoken_lab.annotators.fit import fit_annotator
 from everytoken_lab.annotators.reading import ImageBatch, ImageReader, read_batches
 from everytoken_lab.classes import ClassPlan, plan_classes
-from everytoken_lab.data.datasets import DataError, DataSet, NoClassFoldersError, open_dataset
+from everytoken_lab.data.datasets import DataSet, open_dataset
 from everytoken_lab.data.tree import hidden
 from everytoken_lab.engine.distributed import World, join_world
 from everytoken_lab.maps.summary import StoreSummary, sample_positions, summarize_store
 
 Progress = Callable[[int, int], None]
+_silent: Progress = lambda done, total: None  # noqa: E731
 _FEW = 20  # up to this many classes, all scores are kept: dropped ones count as 0, which is more than some of ten have
 _AHEAD = 3  # batches of maps that may wait for the writing thread
+_LOOKED_AT = 5000  # maps of a summary, at most
 _MANY = 200  # images for which an annotator is made faster first
 _CROP_MODES = {"squash": "squash", "letterbox": "border", "center": "center"}
 _ALONE = World(0, 1, torch.device("cpu"))
@@ -77,7 +79,7 @@ def annotate(
     out: str | Path,
     annotator: str | Annotator = "fit",
     *,
-    progress: Progress | None = None,
+    progress: Progress = _silent,
     **options: Any,
 ) -> Maps:
     """Give every image of a dataset a score map; the same as `everytoken annotate`, with the same defaults.
@@ -94,9 +96,8 @@ def annotate(
         progress: called with (images done, images in all) of this process.
         options: fields of `AnnotateOptions`.
     """
-    for name in ("img_size", "fit_size"):
-        if isinstance(options.get(name), int):  # a square, as in `lab.train`
-            options[name] = (options[name],)
+    if isinstance(options.get("img_size"), int):  # a square, as in `lab.train`
+        options["img_size"] = (options["img_size"],)
     settings = schema.from_keywords(AnnotateOptions, options, "annotate()")
     run_job(data, Path(out), annotator, settings, progress)
     return Maps(out)
@@ -107,10 +108,12 @@ def run_job(
     out: Path,
     annotator: str | Annotator,
     options: AnnotateOptions,
-    progress: Progress | None = None,
+    progress: Progress = _silent,
 ) -> Outcome:
     """Open the data, make the annotator, fill the store, with all processes that were started for it."""
-    dataset = data if isinstance(data, DataSet) else _open_images(data, options)
+    dataset = data
+    if not isinstance(dataset, DataSet):
+        dataset = open_dataset(dataset, options.split, val_split=options.val_split, class_list=options.class_list)
     _check_out(dataset, out, annotator if isinstance(annotator, str) else annotator.name)
     # processes wait for each other at the beginning and at the end only, and the end can be far
     with join_world(options.device, timeout_minutes=14 * 24 * 60) as world:
@@ -121,26 +124,15 @@ def run_job(
         return fill_store(dataset, out, annotator, options, world, progress)
 
 
-def _open_images(data: str | Path, options: AnnotateOptions) -> DataSet:
-    if options.unlabelled:
-        return open_dataset(data, options.split, labelled=False, val_split=options.val_split)
-    try:
-        return open_dataset(data, options.split, val_split=options.val_split, class_list=options.class_list)
-    except NoClassFoldersError as error:
-        raise DataError(f"{error} If its images have no labels, say so: unlabelled.") from error
-
-
 def _make_annotator(name: str, data: DataSet, out: Path, options: AnnotateOptions, world: World) -> Annotator:
     """The annotator of a name; `fit` is fitted first, unless the store's folder has its heads already."""
-    if name != "fit":
-        plain = AnnotateOptions()
-        used = [f for f in ("folds", "fit_model", "fit_size") if getattr(options, f) != getattr(plain, f)]
-        if used:
-            raise EverytokenError(f"{', '.join(used)} can only be used with the annotator fit, not with {name}")
-        return build_annotator(name, pair(options.img_size), options.weights)
-    if options.weights:
-        raise EverytokenError("the annotator fit trains its own weights; for yours use timm:NAME with weights")
-    return fit_annotator(data, out, options, world)
+    if name == "fit":
+        if options.weights:
+            raise EverytokenError("the annotator fit trains its own weights; for yours use timm:NAME with weights")
+        return fit_annotator(data, out, options, world)
+    if options.fit_model or options.fit_size:
+        raise EverytokenError(f"fit_model and fit_size can only be used with the annotator fit, not with {name}")
+    return build_annotator(name, pair(options.img_size), options.weights)
 
 
 def _check_out(data: DataSet, out: Path, annotator: str) -> None:
@@ -165,7 +157,7 @@ def fill_store(
     annotator: Annotator,
     options: AnnotateOptions,
     world: World = _ALONE,
-    progress: Progress | None = None,
+    progress: Progress = _silent,
 ) -> Outcome:
     """Give every image of `data` a score map in the store `out`, or continue a store that was begun.
 
@@ -174,8 +166,8 @@ def fill_store(
     """
     if not len(data):
         raise EverytokenError(f"{data.name} holds no images to annotate.")
-    foreign = options.foreign_classes or options.unlabelled
-    plan = plan_classes(annotator.name, annotator.classes, data.name, data.class_names, options.class_map, foreign)
+    names, foreign = data.class_names, options.foreign_classes
+    plan = plan_classes(annotator.name, annotator.classes, data.name, names, options.class_map, foreign)
     if options.top_k > plan.scored:
         raise EverytokenError(
             f"top_k {options.top_k} is more than the {plan.scored} classes that get scores; use at most {plan.scored}."
@@ -199,8 +191,7 @@ def fill_store(
         total = sum(len(writer.shard_range(i)) for i in range(world.rank, writer.plan.num_shards, world.size))
         todo = [writer.shard_range(shard) for shard in shards]
         done = before = total - sum(map(len, todo))
-        tell = progress or (lambda _done, _total: None)
-        tell(done, total)
+        progress(done, total)
         started = time.perf_counter()
         if done < total:
             if writer.plan.total >= _MANY and not amp_dtype:  # by the whole store, so that continuing is the same
@@ -212,7 +203,7 @@ def fill_store(
             with closing(fill(writer, annotator, plan, stream, amp_dtype, world.device)) as counts:
                 for count in counts:
                     done += count
-                    tell(done, total)
+                    progress(done, total)
         seconds = time.perf_counter() - started
         world.barrier()
         if world.is_main:
@@ -309,14 +300,14 @@ def _notes(annotator: Annotator, plan: ClassPlan, grid: tuple[int, int]) -> Iter
         yield f"{plan.count - plan.scored} classes of the dataset have no class of the annotator and get no scores."
 
 
-def summarise(path: Path, data: DataSet, label_to_class: Sequence[int], limit: int = 5000) -> StoreSummary:
-    """Look at a finished store of `data`: up to `limit` maps spread over it, those of earlier runs too.
+def summarise(path: Path, data: DataSet, label_to_class: Sequence[int]) -> StoreSummary:
+    """Look at a finished store of `data`: up to 5,000 maps spread over it, those of earlier runs too.
 
     Args:
         label_to_class: the store's class of each label, or -1.
     """
     maps = Maps(path)
-    keys = {maps.key(i) for i in sample_positions(len(maps), limit)}
+    keys = {maps.key(i) for i in sample_positions(len(maps), _LOOKED_AT)}
     classes = {-1: -1, **dict(enumerate(label_to_class))}
     known = {key: classes.get(data.label(index), -1) for index, key in enumerate(data.keys()) if key in keys}
-    return summarize_store(maps, limit, lambda key: known[key] if known[key] >= 0 else None)
+    return summarize_store(maps, _LOOKED_AT, lambda key: known[key] if known[key] >= 0 else None)

@@ -25,7 +25,7 @@ from everytoken_lab.schema import say
 GROUPS: dict[str, dict[str, str]] = {  # in the order of use
     "Begin": {
         "demo": "see it work on real images in a few minutes",
-        "doctor": "find problems in images, score maps, runs and this machine before training",
+        "doctor": "find problems in images, labels and this machine before training",
     },
     "Train": {
         "train": "train a classifier on every token, from scratch or from trained weights",

@@ -80,9 +80,8 @@ def _report(options: Annotate, outcome: Outcome) -> int:
     maps = quote(str(options.out))
     images = f" --images {quote(data.name)}" if Path(data.name).is_dir() else ""  # an archive cannot be shown
     say(f"next:\n  everytoken maps sheet {maps}{images} --out sheet.png    # look at them")
-    if data.class_names:
-        held = f" --val-split {options.val_split:g}" if options.val_split else ""
-        say(f"  everytoken train {quote(options.data)} --maps {maps} --recipe {_recipe(store)}{held}")
+    held = f" --val-split {options.val_split:g}" if options.val_split else ""
+    say(f"  everytoken train {quote(options.data)} --maps {maps} --recipe {_recipe(store)}{held}")
     return 0
 
 

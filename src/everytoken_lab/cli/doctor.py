@@ -16,20 +16,18 @@ from everytoken_lab.schema import counted, say
 
 @dataclass(frozen=True)
 class Doctor:
-    """Examine images, score maps, runs and this machine, and suggest fixes for problems.
+    """Examine images and this machine, and suggest fixes for problems.
 
-    Images and maps that are named together are compared with each other. The exit code is 1 when there are errors,
-    and 0 otherwise; warnings and notes do not count.
+    The exit code is 1 when there are errors, and 0 otherwise; warnings and notes do not count.
 
     Examples:
         everytoken doctor
         everytoken doctor photos
-        everytoken doctor photos maps
-        everytoken doctor runs/mine --json
+        everytoken doctor photos --json
     """
 
-    paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[DATA|MAPS|RUN ...]")] = ()
-    """Folders of images, stores of score maps, run folders; none: the machine only."""
+    paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[DATA ...]")] = ()
+    """Folders of images, archives, torchvision:NAME; none: the machine only."""
     sample: int = 0
     """Look at this many images of each split only, spread evenly; 0: all."""
     workers: Workers = field(default_factory=default_workers)

@@ -1,4 +1,4 @@
-"""Find trouble before training does: in images, score maps, runs and the machine. Each finding says what to do."""
+"""Find trouble before training does: in images, labels and the machine. Each finding says what to do."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,49 +18,14 @@ from everytoken_lab.schema import counted
 TINY = 10  # images of a class below which it can hardly be learned
 FEW = 50  # images per class (median) below which training from scratch learns little
 IMBALANCE = 10.0  # largest class / smallest class
+Splits = dict[str, DataSet]
 
 
-@dataclass
-class Images:
-    """A dataset under examination: its splits, and what is known of each image (position -> facts)."""
-
-    spec: str
-    splits: dict[str, DataSet] = field(default_factory=dict)
-    facts: dict[str, dict[int, ImageFacts]] = field(default_factory=dict)
-
-
-def examine_images(images: Images, sample: int, workers: int, tell: Callable[[int, int], None]) -> Iterator[Finding]:
-    """Open the dataset and examine its images; `sample` > 0: looks at that many of each split only."""
-    yield from _open(images)
-    chosen = {name: sample_positions(len(data), sample or len(data)) for name, data in images.splits.items()}
-    total, done = sum(map(len, chosen.values())), 0
-
-    def one() -> None:
-        nonlocal done
-        done += 1
-        tell(done, total)
-
-    for name, data in images.splits.items():
-        images.facts[name] = dict(zip(chosen[name], read_all(data, chosen[name], workers, one), strict=True))
-        if name == "train" and data.num_classes:
-            yield from _classes(data)
-        if bad := [image.trouble for image in images.facts[name].values() if image.trouble]:
-            todo = "Replace or remove them; or train with --on-bad-image skip, which leaves them out and lists them."
-            yield Finding("error", "unreadable", counted(len(bad), "unreadable image"), data.name, todo, bad)
-        yield from _sizes(data, images.facts[name])
-    if images.splits:
-        yield from _duplicates(images)
-        counts = ", ".join(f"{len(data):,} {name}" for name, data in images.splits.items())
-        looked = f"; {sample:,} of each split were looked at" if sample else ""
-        what = f"{counts} images of {images.splits['train'].num_classes} classes{looked}"
-        yield Finding("note", "images", what, images.spec)
-
-
-def _open(images: Images) -> Iterator[Finding]:
-    """The splits that training would use; their class folders are compared."""
-    named = images.spec.startswith(NAMED)
+def open_splits(spec: str) -> tuple[Splits, list[Finding]]:
+    """The splits that training would use, by name, and what is wrong with their class folders."""
+    splits, findings, named = Splits(), list[Finding](), spec.startswith(NAMED)
     try:
-        train, held = (None if named else find_split(images.spec, name) for name in ("train", "val"))
+        train, held = (None if named else find_split(spec, name) for name in ("train", "val"))
         names = None
         known, validated = (set(tree.folders() if tree is not None else ()) for tree in (train, held))
         if train is not None and held is not None and known and validated:  # shards name their classes inside
@@ -68,18 +33,40 @@ def _open(images: Images) -> Iterator[Finding]:
                 hint = did_you_mean(unknown[0], known)
                 what = f"{counted(len(unknown), 'class', 'classes')} of {held.name} not in {train.name}.{hint}"
                 todo = "Rename or remove these folders: a model cannot know a class that it was not trained on."
-                yield Finding("error", "class-only-in-val", what, held.name, todo, unknown)
+                findings.append(Finding("error", "class-only-in-val", what, held.name, todo, unknown))
                 names = sorted(known | validated)
             if lacking := sorted(known - validated):
                 what = f"{counted(len(lacking), 'class', 'classes')} without a folder in {held.name}"
                 todo = "Their accuracy will not be known. Move some of their images there."
-                yield Finding("warning", "class-without-val", what, held.name, todo, lacking)
-        images.splits["train"] = open_dataset(images.spec, "train", class_list=names)
-        if held is not None or named:
-            images.splits["val"] = open_dataset(images.spec, "val", class_list=names)
+                findings.append(Finding("warning", "class-without-val", what, held.name, todo, lacking))
+        for name in ("train", "val") if held is not None or named else ("train",):
+            splits[name] = open_dataset(spec, name, class_list=names)
     except EverytokenError as error:
         todo = "Correct what is named above; docs/data.md lists what is accepted."
-        yield Finding("error", "data-unusable", str(error), images.spec, todo)
+        findings.append(Finding("error", "data-unusable", str(error), spec, todo))
+    return splits, findings
+
+
+def examine_images(
+    spec: str, splits: Splits, sample: int, workers: int, tell: Callable[[int, int], None]
+) -> Iterator[Finding]:
+    """Look at all images, or at `sample` of each split."""
+    chosen = {name: sample_positions(len(data), sample or len(data)) for name, data in splits.items()}
+    total, done = sum(map(len, chosen.values())), itertools.count(1)
+    facts: dict[str, dict[int, ImageFacts]] = {}
+    for name, data in splits.items():
+        seen = read_all(data, chosen[name], workers, lambda: tell(next(done), total))
+        facts[name] = dict(zip(chosen[name], seen, strict=True))
+        if name == "train" and data.num_classes:
+            yield from _classes(data)
+        if bad := [image.trouble for image in seen if image.trouble]:
+            todo = "Replace or remove them; or train with --on-bad-image skip, which leaves them out and lists them."
+            yield Finding("error", "unreadable", counted(len(bad), "unreadable image"), data.name, todo, bad)
+        yield from _sizes(data, seen)
+    yield from _duplicates(spec, splits, facts)
+    counts = ", ".join(f"{len(data):,} {name}" for name, data in splits.items())
+    looked = f"; {sample:,} of each split were looked at" if sample else ""
+    yield Finding("note", "images", f"{counts} images of {splits['train'].num_classes} classes{looked}", spec)
 
 
 def _classes(data: DataSet) -> Iterator[Finding]:
@@ -105,8 +92,8 @@ def _classes(data: DataSet) -> Iterator[Finding]:
         yield Finding("warning", "imbalance", what, data.name, todo, (named[-1], named[0]))
 
 
-def _sizes(data: DataSet, facts: dict[int, ImageFacts]) -> Iterator[Finding]:
-    if short := [min(image.size) for image in facts.values() if not image.trouble]:
+def _sizes(data: DataSet, facts: Sequence[ImageFacts]) -> Iterator[Finding]:
+    if short := [min(image.size) for image in facts if not image.trouble]:
         usual, todo = np.median(short), ""
         if usual >= 1000:
             todo = "Loading will be slow: copies with a shorter side of about 512 px train as well."
@@ -123,11 +110,11 @@ PAIRS = {
 }
 
 
-def _duplicates(images: Images) -> Iterator[Finding]:
-    places = [(name, index) for name, facts in images.facts.items() for index in facts]
-    facts = [images.facts[name][index] for name, index in places]
-    files = [images.splits[name].where(index) for name, index in places]
-    labels = [images.splits[name].label_text(index) for name, index in places]
+def _duplicates(spec: str, splits: Splits, seen: dict[str, dict[int, ImageFacts]]) -> Iterator[Finding]:
+    places = [(name, index) for name, facts in seen.items() for index in facts]
+    facts = [seen[name][index] for name, index in places]
+    files = [splits[name].where(index) for name, index in places]
+    labels = [splits[name].label_text(index) for name, index in places]
     same_bytes = [(group[0], other) for group in equal_groups(facts) for other in group[1:]]
     alike: tuple[tuple[str, str, Level, Sequence[tuple[int, int]]], ...] = (
         ("duplicate", "the same bytes", "error", same_bytes),
@@ -142,4 +129,4 @@ def _duplicates(images: Images) -> Iterator[Finding]:
         for kind, names in kinds.items():
             what = f"{counted(len(names), 'pair')} of images {PAIRS[kind][0]} with {same}"
             if names:
-                yield Finding(levels[kind], code + kind, what, images.spec, PAIRS[kind][1], names)
+                yield Finding(levels[kind], code + kind, what, spec, PAIRS[kind][1], names)

@@ -19,10 +19,9 @@ from everytoken.files import write_atomically
 from everytoken_lab.annotators import features as ft
 from everytoken_lab.annotators.linear import FOLDS, cross_entropy, fit_linear, stratified_folds
 from everytoken_lab.classes import shown_name
-from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.data.tree import dataset_title
 from everytoken_lab.doctor import Finding
-from everytoken_lab.doctor.images import Images
+from everytoken_lab.doctor.images import Splits
 from everytoken_lab.draw import data_address
 from everytoken_lab.evaluation.run import write_csv
 from everytoken_lab.reports.page import render
@@ -53,18 +52,18 @@ class Doubt:
         return f"{100 * self.other:.0f} %, the label {100 * self.given:.1f} %"
 
 
-def examine_labels(images: Images, folder: Path, workers: int, tell: Tell) -> Iterator[Finding]:
+def examine_labels(spec: str, splits: Splits, folder: Path, workers: int, tell: Tell) -> Iterator[Finding]:
     """The most doubtful labels; a page with pictures and a table are written to the folder."""
-    train = images.splits["train"]
-    if sum(map(len, images.splits.values())) < FEWEST or train.num_classes < (1 if train.multi_label else 2):
+    train = splits["train"]
+    if sum(map(len, splits.values())) < FEWEST or train.num_classes < (1 if train.multi_label else 2):
         return
     try:
-        doubts, about = _doubts(images.splits, folder / "features", workers, tell)
+        doubts, about = _doubts(splits, folder / "features", workers, tell)
     except EverytokenError as error:
-        yield Finding("note", "labels-not-checked", f"labels were not checked: {error}", images.spec)
+        yield Finding("note", "labels-not-checked", f"labels were not checked: {error}", spec)
         return
     if not doubts:
-        yield Finding("note", "doubtful-labels", f"no doubtful labels ({about})", images.spec)
+        yield Finding("note", "doubtful-labels", f"no doubtful labels ({about})", spec)
         return
     table = folder / TABLE
     todo = (
@@ -72,13 +71,13 @@ def examine_labels(images: Images, folder: Path, workers: int, tell: Tell) -> It
         f"corrections.csv. Or edit {table}: write the right class into the column label, empty it to leave the image "
         "out, and delete the lines that are fine."
     )
-    _write(images, doubts, folder, about)
+    _write(spec, splits, doubts, folder, about)
     examples = [f"{d.path}: not {d.label or 'none'} but {d.suggestion or 'none'}? ({d.words})" for d in doubts]
     what = f"the {counted(len(doubts), 'most doubtful label')} ({about})"
-    yield Finding("note", "doubtful-labels", what, images.spec, todo, examples)
+    yield Finding("note", "doubtful-labels", what, spec, todo, examples)
 
 
-def _doubts(splits: dict[str, DataSet], cache: Path, workers: int, tell: Tell) -> tuple[list[Doubt], str]:
+def _doubts(splits: Splits, cache: Path, workers: int, tell: Tell) -> tuple[list[Doubt], str]:
     """By a head that is cross-fitted on all images; and what it is."""
     names = ft.available_weights()
     if not names:
@@ -101,9 +100,7 @@ def _doubts(splits: dict[str, DataSet], cache: Path, workers: int, tell: Tell) -
     return _listed(fit.out_of_fold, truth, splits, places), about
 
 
-def _listed(
-    logits: np.ndarray, labels: np.ndarray, splits: dict[str, DataSet], places: Sequence[tuple[str, int]]
-) -> list[Doubt]:
+def _listed(logits: np.ndarray, labels: np.ndarray, splits: Splits, places: Sequence[tuple[str, int]]) -> list[Doubt]:
     """The most doubtful first: those for which another answer is likelier than the label; `places`: split, index."""
     if labels.ndim == 2:
         as_given = np.where(labels > 0, logits, -logits).astype(np.float64)  # logit of each decision as labelled
@@ -126,28 +123,28 @@ def _listed(
     return doubts
 
 
-def _write(images: Images, doubts: Sequence[Doubt], folder: Path, about: str) -> None:
-    divided = "val" in images.splits
+def _write(spec: str, splits: Splits, doubts: Sequence[Doubt], folder: Path, about: str) -> None:
+    divided = "val" in splits
     header = ["path", "label", "suggestion", "doubt", *(["split"] if divided else [])]
     rows = [[d.path, d.label, d.suggestion, f"{1 - d.given:.4f}", *([d.split] if divided else [])] for d in doubts]
     write_csv(folder / TABLE, header, rows)
 
-    numbers = {name: k for k, name in enumerate(images.splits["train"].class_names)}
+    train = splits["train"]
+    numbers = {name: k for k, name in enumerate(train.class_names)}
 
     def photo(place: int, d: Doubt) -> dict[str, Any]:
         label, suggestion = ([numbers[name] for name in text.split(";") if name] for text in (d.label, d.suggestion))
         answer = {"top": suggestion, "right": False, "doubt": -place, "sure": d.other, "note": d.words}
-        image = images.splits[d.split].load(d.index)
+        image = splits[d.split].load(d.index)
         facts = {"key": d.path, "split": d.split if divided else "", "label": label, "answers": [answer]}
         return facts | {"size": image.size, "picture": data_address(image, LARGE)}
 
-    train = images.splits["train"]
     facts = {
         "headline": f"The {counted(len(doubts), 'most doubtful label')}",
         "details": [f"Found {about}. Many may be right: these are the ones to look at."],
         "classes": [shown_name(name) for name in train.class_names],
-        "labelling": {"data": images.spec, "names": train.class_names, "multi_label": train.multi_label},
+        "labelling": {"data": spec, "names": train.class_names, "multi_label": train.multi_label},
         "photos": list(map(photo, range(len(doubts)), doubts)),
     }
-    page = render(f"Doubtful labels of {dataset_title(images.spec)}", facts)
+    page = render(f"Doubtful labels of {dataset_title(spec)}", facts)
     write_atomically(folder / PAGE, page.encode())

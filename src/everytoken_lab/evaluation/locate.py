@@ -15,6 +15,7 @@ benchmarks/locate.py measures it; docs/predict.md has the numbers.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +67,13 @@ class Location:
         return np.asarray(heat.resize(size or self.size, Image.Resampling.BILINEAR)) >= THRESHOLD
 
 
+def run_lengths(mask: NDArray[np.bool_]) -> list[int]:
+    """Numbers of 0s, 1s, 0s, ... of a flat mask."""
+    padded = np.concatenate([[False], mask, [not mask[-1]]])
+    lengths: list[int] = np.diff(np.flatnonzero(padded[1:] != padded[:-1]), prepend=0).tolist()
+    return lengths
+
+
 @dataclass(frozen=True)
 class CellClasses:
     """The best class of every cell of images, and its probability; both [B, h, w]."""
@@ -107,14 +115,11 @@ class Locator:
         plain = bool(stages) and model.family.layout == "tokens"
         last = stages[-1 if plain else -2] if len(stages) > 1 else None
         outputs: list[Any] = []
-        hooks = [
-            module.register_forward_hook(lambda *call: outputs.append(call[-1]))
-            for name, module in model.backbone.named_modules()
-            if name == last
-        ]
-        cells = model.class_and_cell_logits(images)[1].float()
-        for hook in hooks:
-            hook.remove()
+        stage = dict(model.backbone.named_modules()).get(last) if last else None
+        with ExitStack() as hooks:
+            if stage is not None:
+                hooks.enter_context(stage.register_forward_hook(lambda *call: outputs.append(call[-1])))
+            cells = model.class_and_cell_logits(images)[1].float()
         if not outputs or not isinstance(outputs[0], Tensor):
             return cells, cells.std(-1, correction=0), cells
         tokens = outputs[0].float()

@@ -24,7 +24,7 @@ from everytoken_lab.draw import object_overlay
 from everytoken_lab.evaluation import PredictOptions, Progress
 from everytoken_lab.evaluation.calibrated import calibrated
 from everytoken_lab.evaluation.calibrated import probabilities as shown_probabilities
-from everytoken_lab.evaluation.locate import ALIKE, Location, Locator
+from everytoken_lab.evaluation.locate import ALIKE, Location, Locator, run_lengths
 from everytoken_lab.evaluation.run import Inference, Voter, open_with, write_csv
 from everytoken_lab.models.open import OpenModel
 
@@ -66,10 +66,8 @@ class ImagePrediction:
             row |= {"familiarity": self.familiarity, "unfamiliar": self.unfamiliar}
         if self.location is not None:
             mask = self.location.mask()
-            flat = np.concatenate([[False], mask.ravel(order="F"), [not mask[-1, -1]]])
-            counts = np.diff(np.flatnonzero(flat[1:] != flat[:-1]), prepend=0)
             row |= {"box": self.location.pixels, "size": self.location.size}
-            row["mask"] = {"size": list(mask.shape), "counts": counts.tolist()}
+            row["mask"] = {"size": list(mask.shape), "counts": run_lengths(mask.ravel(order="F"))}
         return row
 
 
@@ -115,8 +113,8 @@ class ImagePredictions(Sequence[ImagePrediction]):
         header = list(dict.fromkeys(name for row in rows for name in row)) or ["image", "class", "probability"]
         write_csv(Path(path), header, [[row.get(name, "") for name in header] for row in rows])
 
-    def save_pictures(self, folder: str | Path, side: int = 640) -> list[Path]:
-        """Each image with outline, box and class of its object, in a folder, under its name; `side`: the long one."""
+    def save_pictures(self, folder: str | Path) -> list[Path]:
+        """Each image with outline, box and class of its object, in a folder, under its name, 640 pixels long."""
         if not self.images:
             return []
         root, names = gather_images([image.path for image in self.images])
@@ -132,7 +130,7 @@ class ImagePredictions(Sequence[ImagePrediction]):
             file = stems[name].with_name(stems[name].name + ".jpg")
             make_inside(Path(folder), file.parent.relative_to(folder))
             number = self.class_names.index(image.classes[0])
-            write_picture(file, object_overlay(pixels, boxes, [caption], [number], masks, side), quality=88)
+            write_picture(file, object_overlay(pixels, boxes, [caption], [number], masks, 640), quality=88)
             files.append(file)
         return files
 

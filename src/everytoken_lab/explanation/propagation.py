@@ -17,7 +17,7 @@ branches may be divided by any constant.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,17 +50,13 @@ class BlockRecord:
 def record_blocks(backbone: nn.Module, wanted: bool = True) -> Iterator[list[BlockRecord]]:
     """Run the backbone inside, once; what went through its blocks is then in what this yields, if it is `wanted`."""
     records = [BlockRecord(block) for block in check(backbone)] if wanted else []
-    handles = []
-    for record in records:
-        handles.append(record.block.register_forward_hook(record.keep("block")))
-        for path in ("norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
-            hook = record.keep(path.rpartition(".")[2])
-            handles.append(record.block.get_submodule(path).register_forward_hook(hook))
-    try:
+    with ExitStack() as hooks:
+        for record in records:
+            hooks.enter_context(record.block.register_forward_hook(record.keep("block")))
+            for path in ("norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
+                hook = record.keep(path.rpartition(".")[2])
+                hooks.enter_context(record.block.get_submodule(path).register_forward_hook(hook))
         yield records
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def check(backbone: nn.Module) -> list[Any]:

@@ -21,8 +21,8 @@ The model is unchanged afterwards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,10 @@ from everytoken.models.token_model import TokenModel, grid_shape, last_block
 from everytoken_lab.explanation.propagation import attention_relevance, check, record_blocks
 
 Method = Literal["auto", "attention", "lrp", "cam"]
-Classes = Tensor | Sequence[int]
-
 WAY_OUT = "Use method='cam', which needs no attention."
 
 
-def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method = "auto") -> Tensor:
+def relevance(model: nn.Module, images: Tensor, classes: Tensor | Sequence[int], method: Method = "auto") -> Tensor:
     """Maps of how much each position supports each class, [B, n, h, w] float32, 0 or more, on the token grid.
 
     Args:
@@ -77,8 +75,6 @@ def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method
 
 def choose_method(model: nn.Module, method: Method = "auto") -> Method:
     """What "auto" means for a model; other methods are checked. A layer that is not known is an error that names it."""
-    if method not in get_args(Method):
-        raise ValueError(f"there is no method {method!r}; there are {', '.join(get_args(Method))}")
     backbone = backbone_of(model)
     if method == "cam":
         return "cam"
@@ -132,14 +128,11 @@ def _read(backbone: nn.Module, result: Tensor, size: tuple[int, int]) -> Tensor:
 
 def _grad_cam(backbone: Any, inputs: Tensor, classes: Tensor) -> Tensor:
     before: list[Tensor] = []
-    handles = []
-    if family_of(backbone).layout == "tokens" and _has_class_token(backbone):
-        handles.append(last_block(backbone).register_forward_pre_hook(lambda m, args: before.append(args[0])))
-    try:
+    with ExitStack() as hooks:
+        if family_of(backbone).layout == "tokens" and _has_class_token(backbone):
+            keep = last_block(backbone).register_forward_pre_hook(lambda m, args: before.append(args[0]))
+            hooks.enter_context(keep)
         features = backbone.forward_features(inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     logits, maps = _class_logits(backbone, features), []
     features = before[0] if before else features
     for i in range(classes.shape[1]):
@@ -243,36 +236,27 @@ def record_attention(backbone: nn.Module) -> Iterator[list[Tensor]]:
     fused = [layer for layer in layers if getattr(layer, "fused_attn", False)]
     hooked = [layer.attn_drop for layer in layers if isinstance(getattr(layer, "attn_drop", None), nn.Module)]
     matrices: list[Tensor] = []
-    handles = [drop.register_forward_pre_hook(lambda m, args: matrices.append(args[0])) for drop in hooked]
-    for layer in fused:
-        layer.fused_attn = False
-    try:
-        with evaluating(backbone):
-            yield matrices
-        if len(matrices) != len(layers):
-            name = type(backbone).__name__
-            raise UnsupportedModelError(f"not all attention layers of {name} pass their matrix to attn_drop. {WAY_OUT}")
-    finally:
+    with ExitStack() as stack:
+        for drop in hooked:
+            stack.enter_context(drop.register_forward_pre_hook(lambda m, args: matrices.append(args[0])))
         for layer in fused:
-            layer.fused_attn = True
-        for handle in handles:
-            handle.remove()
+            layer.fused_attn = False
+            stack.callback(setattr, layer, "fused_attn", True)
+        stack.enter_context(evaluating(backbone))
+        yield matrices
+    if len(matrices) != len(layers):
+        name = type(backbone).__name__
+        raise UnsupportedModelError(f"not all attention layers of {name} pass their matrix to attn_drop. {WAY_OUT}")
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, float32 and no gradient checkpointing inside; every module is put back as it was."""
+    """Evaluation mode and float32 inside; every module is put back as it was."""
     modes = [(module, module.training) for module in model.modules()]
-    checkpointed: list[Any] = [module for module in model.modules() if getattr(module, "grad_checkpointing", False)]
-    like = next(model.parameters())
     model.eval()
-    for owner in checkpointed:
-        owner.grad_checkpointing = False
     try:
-        with torch.autocast(like.device.type, enabled=False):
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):
             yield
     finally:
         for module, mode in modes:
             module.training = mode
-        for owner in checkpointed:
-            owner.grad_checkpointing = True

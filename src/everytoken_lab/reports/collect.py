@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everytoken.errors import EverytokenError
-from everytoken.files import write_atomically
+from everytoken.files import disk_errors, write_atomically
 from everytoken_lab import schema
 from everytoken_lab.engine.run_folder import Run, find_runs
 from everytoken_lab.reports import ReportOptions
@@ -51,7 +51,7 @@ class Report:
     @property
     def headline(self) -> str:
         """The result in one line."""
-        from everytoken_lab.reports.words import headline
+        from everytoken_lab.reports.page import headline
 
         return headline(self)
 
@@ -60,7 +60,7 @@ def report(
     runs: str | Path | Sequence[str | Path],
     out: str | Path | None = None,
     *,
-    progress: Progress | None = None,
+    progress: Progress = _silent,
     images: DataSet | None = None,
     **options: Any,
 ) -> Report:
@@ -102,16 +102,14 @@ def report(
             why = "because the loss was not finite (bad-updates.jsonl lists the images)"
             result.notes.append(f"{run.name}: {run.bad_updates} updates were left out {why}.")
     if settings.predictions:
-        _add_predictions(result, settings, progress or _silent, images, draws=target is not None)
+        _add_predictions(result, settings, progress, images, draws=target is not None)
     else:
         result.notes.append("Predictions were left out on request.")
     if target is not None:
         from everytoken_lab.reports.page import render_report
 
-        try:
+        with disk_errors(target.parent, "writing the report"):
             write_atomically(target, render_report(result, settings.title).encode())
-        except OSError as error:
-            raise EverytokenError(f"the report cannot be written to {target}: {error}") from error
     return result
 
 

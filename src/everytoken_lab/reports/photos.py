@@ -21,7 +21,7 @@ from everytoken_lab.draw import data_address
 from everytoken_lab.engine.accuracy import AnyPredictions, MultiLabelPredictions
 from everytoken_lab.evaluation import EvalOptions
 from everytoken_lab.evaluation.calibrated import probabilities
-from everytoken_lab.evaluation.locate import ALIKE, Locator, cell_classes
+from everytoken_lab.evaluation.locate import ALIKE, Locator, cell_classes, run_lengths
 from everytoken_lab.evaluation.run import Inference
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.reports.predictions import PredictedRun
@@ -135,7 +135,5 @@ def _looks(run: PredictedRun, indices: Sequence[int], device: str) -> Iterator[d
             located = locator.locate(whole[0].images, classes, likely, [(MASK, MASK)] * len(rows)) if locator else []
             for row, location in zip(rows, located, strict=False):
                 if location:
-                    mask = location.mask().ravel()
-                    bits = np.concatenate([[False], mask, [not mask[-1]]])
-                    row["mask"] = np.diff(np.flatnonzero(bits[1:] != bits[:-1]), prepend=0).tolist()  # 0s, 1s, 0s ...
+                    row["mask"] = run_lengths(location.mask().ravel())
         yield from rows

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,9 @@ from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.engine.accuracy import Predictions, read_real, real_sets
 from everytoken_lab.engine.held_out import open_part
 from everytoken_lab.evaluation.run import Inference, Voter, open_with
-from everytoken_lab.robust import Progress, RobustOptions, autoattack
+from everytoken_lab.robust import Progress, RobustOptions, attacks
+from everytoken_lab.robust.attacks import Attack, AttackBatch, Model
 from everytoken_lab.robust.corruptions import corrupt, stored
-from everytoken_lab.robust.gradient_attacks import AttackBatch, Model
 from everytoken_lab.robust.suites import Suite, corruption_names, parse_suites
 from everytoken_lab.robust.tables import Result, Table, make_table
 from everytoken_lab.schema import counted
@@ -122,9 +122,8 @@ class SuiteRunner:
     def run(self, suites: Sequence[Suite]) -> list[Result]:
         """All of them; attacks last, the smallest eps first: an image that fell has fallen at a larger eps, too."""
         fallen: dict[str, str] = {}
-        attacks = sorted((suite for suite in suites if suite.kind == "attack"), key=lambda suite: suite.eps)
-        others = [suite for suite in suites if suite.kind != "attack"]
-        return [*map(self.evaluate, others), *(self.attack(suite, fallen) for suite in attacks)]
+        in_order = sorted(suites, key=lambda suite: suite.eps)  # 0 of all others
+        return [self.attack(one, fallen) if one.kind == "attack" else self.evaluate(one) for one in in_order]
 
     def _tell(self, suite: Suite, *progress: Any) -> None:
         self.progress(f"{self.name}: {suite.name}", *progress)
@@ -133,7 +132,8 @@ class SuiteRunner:
         """The images, notes on them, their classes among the model's, and what decides the model's answers."""
         data, notes = open_images(suite, limit, self.sources)
         where, restrict = f"{suite.name} ({suite.path})", self.options.restrict
-        match = match_classes(self.opened.classes, data.class_names, where, subset=suite.subset, restrict=restrict)
+        subset = suite.kind if suite.kind in ("a", "r") else ""  # of 200 classes
+        match = match_classes(self.opened.classes, data.class_names, where, subset=subset, restrict=restrict)
         facts = {
             "weights": self.weights,
             "token vote": self.net.vote,
@@ -207,11 +207,8 @@ class SuiteRunner:
         if path.exists():
             records = [json.loads(line) for line in read_bytes(path).decode().splitlines()[1:]]
         else:
-            attacks, records = autoattack.attacks(options.attack, **budget), []
-            for start in range(0, len(data), ATTACK_BATCH):
-                samples = range(start, min(start + ATTACK_BATCH, len(data)))
-                records += self._attack_batch(attacks, data, samples, match, suite, fallen)
-                self._tell(suite, samples.stop, len(data))
+            parts = attacks.chosen(options.attack, **budget)
+            records = list(self._attacked(data, match, suite, parts, fallen))
             write_atomically(path, "\n".join([header, *map(json.dumps, records), ""]).encode())
         judged = [record for record in records if "unreadable" not in record]
         fallen |= {record["key"]: record["by"] for record in judged if record["by"]}
@@ -220,49 +217,44 @@ class SuiteRunner:
         notes.append(f"{suite.name}: {counts or 'nothing broke'}")
         if bad := len(records) - len(judged):
             notes.append(f"{suite.name}: left out {counted(bad, 'unreadable image')}")
-        correct = np.array([not record["by"] for record in judged], dtype=np.bool_)
+        correct = np.array([not record["by"] for record in judged], np.bool_)
         return Result(suite, correct, [record["key"] for record in judged], notes=tuple(notes))
 
-    def _attack_batch(
+    def _attacked(
         self,
-        attacks: dict[str, autoattack.Attack],
         data: DataSet,
-        samples: range,
         match: ClassMatch,
         suite: Suite,
+        parts: dict[str, Attack],
         fallen: dict[str, str],
-    ) -> list[Record]:
+    ) -> Iterator[Record]:
         """A record for each image; those that have fallen already are not attacked again."""
-        keys = {i: data.key(i) for i in samples}
-        records: dict[int, Record] = {}
-        pixels: dict[int, np.ndarray] = {}
-        for i, key in keys.items():
-            records[i] = {"key": key, "by": fallen.get(key, ""), "smaller eps": key in fallen}
-            try:
-                if key not in fallen:
-                    pixels[i] = self.view(data.picture(i))[0]
-            except ImageError as error:
-                if self.options.on_bad_image == "raise":
-                    raise
-                records[i]["unreadable"] = str(error)
-        if pixels:
-            device = next(self.net.parameters()).device
-            images = torch.from_numpy(np.stack(list(pixels.values()))).to(device).permute(0, 3, 1, 2).float() / 255
-            wanted = torch.from_numpy(match.labels[data.labels[list(pixels)]]).to(device)
-            model = from_pixels(self.net, self.view, match.columns)
-            batch = AttackBatch(model, images, wanted, [keys[i] for i in pixels], suite.eps)
-            tell = lambda attack, left: self._tell(suite, samples.start, len(data), attack)  # noqa: E731
-            out = autoattack.run(batch, attacks, tell)
-            columns = (out.by, *(values.tolist() for values in (wanted, out.clean, out.attacked, out.distance)))
-            for i, by, label, clean, attacked, far in zip(pixels, *columns, strict=True):
-                records[i] |= {
-                    "by": by,
-                    "label": label,
-                    "clean": clean,
-                    "attacked": attacked,
-                    "distance": round(far, 7),
-                }
-        return list(records.values())
+        device = next(self.net.parameters()).device
+        model = from_pixels(self.net, self.view, match.columns)
+        for start in range(0, len(data), ATTACK_BATCH):
+            keys = {i: data.key(i) for i in range(start, min(start + ATTACK_BATCH, len(data)))}
+            records: dict[int, Record] = {}
+            pixels: dict[int, np.ndarray] = {}
+            for i, key in keys.items():
+                records[i] = {"key": key, "by": fallen.get(key, ""), "smaller eps": key in fallen}
+                try:
+                    if key not in fallen:
+                        pixels[i] = self.view(data.picture(i))[0]
+                except ImageError as error:
+                    if self.options.on_bad_image == "raise":
+                        raise
+                    records[i]["unreadable"] = str(error)
+            if pixels:
+                images = torch.from_numpy(np.stack(list(pixels.values()))).to(device).permute(0, 3, 1, 2).float() / 255
+                wanted = torch.from_numpy(match.labels[data.labels[list(pixels)]]).to(device)
+                batch = AttackBatch(model, images, wanted, [keys[i] for i in pixels], suite.eps)
+                out = attacks.run(batch, parts, partial(self._tell, suite, start, len(data)))
+                columns = (out.by, *(values.tolist() for values in (wanted, out.clean, out.attacked, out.distance)))
+                for i, by, label, clean, attacked, far in zip(pixels, *columns, strict=True):
+                    found = {"by": by, "label": label, "clean": clean, "attacked": attacked}
+                    records[i] |= {**found, "distance": round(far, 7)}
+            yield from records.values()
+            self._tell(suite, start + len(keys), len(data))
 
 
 def _digest(texts: Iterable[str]) -> str:

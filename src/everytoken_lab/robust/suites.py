@@ -40,11 +40,6 @@ class Suite:
     severity: int = 0
     eps: float = 0.0
 
-    @property
-    def subset(self) -> str:
-        """ "a" or "r" for the 200-class sets."""
-        return self.kind if self.kind in ("a", "r") else ""
-
 
 def corruption_names(words: Sequence[str]) -> tuple[str, ...]:
     """`standard` (all), a group such as `noise`, or names -> names in the published order."""
