@@ -82,7 +82,7 @@ FAMILIES: dict[str, Family] = {
     "xcit": _vit("XCiT", prefix=1),
     "mlp_mixer": _vit("MLP-Mixer, ResMLP, gMLP", prefix=0, embed="stem"),
     "twins": Family("Twins", "tokens"),
-    "mvitv2": Family("MViTv2", "tokens", prefix=None),
+    "mvitv2": _vit("MViTv2"),
     # channels-last maps
     "swin_transformer": Family("Swin", "nhwc", embed="patch_embed"),
     "swin_transformer_v2": Family("Swin V2", "nhwc", embed="patch_embed"),

@@ -240,7 +240,8 @@ class Aligner:
         """[B], of what the class head reads, from shares [B, h, w] of patches and [B, P] of prefix tokens."""
         model: Any = self.backbone
         if self._pool == "avg":
-            if prefix is not None and getattr(model, "pool_include_prefix", False):
+            with_prefix = getattr(model, "pool_include_prefix", self.family.title == "VOLO")
+            if prefix is not None and with_prefix:
                 return torch.cat((prefix, grid.flatten(1)), dim=1).mean(1)
             return grid.mean((1, 2))
         if self._pool == "map":

@@ -2,9 +2,9 @@
 
 Paper: TL-Align, equations (6) to (11), section 3.3 and appendix A. While a known attention layer runs, its attention
 is observed in one of two ways: fused, the call of `scaled_dot_product_attention` (or of `nn.MultiheadAttention`'s
-function) is answered by `fused.attend` (`InterceptAttention`); explicit, the matrix leaves `F.softmax`, or passes
-through `attn_drop`, before dropout. Position biases, rotary
-positions, query norms and gates are thus the layer's own business. A layer in which neither is observed is an error.
+function) is answered by `fused.attend` (`InterceptAttention`); explicit, the matrix leaves a softmax, or passes through
+`attn_drop`, before dropout; the last one counts. Position biases, rotary positions, query norms and gates are thus the
+layer's own business. A layer in which neither is observed is an error.
 
 All tokens (ViT, DeiT, LV-ViT, T2T-ViT, BEiT, EVA, CaiT, ConViT): r̂ = mean over heads of A·r. CaiT's talking heads
     mix heads after the softmax: what really mixes tokens has any sign, so it counts by size. Its class attention
@@ -14,7 +14,11 @@ XCiT's attention mixes channels, by weights from the whole image, and leaves r a
 Convolved tokens (CvT): what attention mixes are not tokens but values, which CvT makes by a depth-wise convolution,
     often with a stride: the shares are convolved first, then mixed. (The convolutions of queries and keys only change
     the attention.) Each stage begins with an overlapping convolution of the whole grid, the first one of the pixels;
-    prefix tokens pass by convolutions.
+    prefix tokens pass by convolutions. MViTv2 convolves queries, too, with a stride where the grid becomes smaller, and
+    adds them to what attention has mixed: one more residual connection. The block's shortcut is pooled likewise.
+Outlook attention (VOLO): at every place a matrix mixes the 3x3 places around it, and what the overlapping windows say
+    of one place is added up. So a row of the mixing matrix is the sum of the rows of these windows, normalised to 1 over
+    places inside of the image.
 Windows (Swin, Swin V2; the released code has none of this): the map of shares is shifted, padded and cut into windows
     exactly as the block does it with tokens, mixed by the window's own attention (which already holds relative bias
     or cosine scale, and the shift mask), put together again and averaged with the residual. Cells that pad a map to
@@ -29,6 +33,7 @@ Patch embedding (T2T-ViT; the paper says nothing about such embeddings): shares 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -69,9 +74,8 @@ class InterceptAttention(TorchFunctionMode):
                 out, state.mixed = way(state.keys, state.checkpointing, *args, **kwargs)
                 return out if way is attend else (out, None)
         out = func(*args, **kwargs)
-        if func is F.softmax and state.keys is not None:
-            with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
-                state.mixed = mixed_by_matrix(out.detach(), state.keys).float()
+        if func in (F.softmax, Tensor.softmax) and state.keys is not None:
+            state.matrix = out.detach()
         return out
 
 
@@ -104,45 +108,46 @@ def _multi_head(
 
 
 def _enter(state: ShareState, keys: Tensor | None) -> None:
-    state.in_attention, state.mixed, state.keys = True, None, keys
+    state.in_attention, state.mixed, state.matrix, state.keys = True, None, None, keys
 
 
 def _leave(state: ShareState) -> None:
-    state.in_attention, state.keys = False, None
+    state.in_attention, state.matrix, state.keys = False, None, None
 
 
-def _mixed_by(state: ShareState, module: nn.Module) -> Tensor:
-    """Shares [B', M] that the attention layer has made of the keys."""
+def _mixed_by(state: ShareState, module: nn.Module, stochastic: bool = True) -> Tensor:
+    """Shares [B', M] that the attention layer has made of the keys; its matrix is `stochastic` if rows sum to 1."""
+    if state.matrix is not None and state.keys is not None:
+        return normalised(mixed_by_matrix(state.matrix, state.keys, stochastic).float())
     if state.mixed is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} ({type(module).__module__}) ran, but its attention was not observed: it neither "
-            "calls scaled_dot_product_attention nor F.softmax, nor passes its matrix to attn_drop"
+            "calls scaled_dot_product_attention nor softmax, nor passes its matrix to attn_drop"
         )
     return normalised(state.mixed)
 
 
-def _observe_matrix(module: nn.Module, builder: HookBuilder, stochastic: bool = True) -> None:
+def _observe_matrix(module: nn.Module, builder: HookBuilder) -> None:
     """Observe the matrix of an attention layer that makes one."""
     drop = getattr(module, "attn_drop", None)
     if isinstance(drop, nn.Module):
-        builder.before(drop, _matrix, stochastic=stochastic)
+        builder.before(drop, _matrix)
 
 
-def _matrix(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, stochastic: bool) -> None:
+def _matrix(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
     """The attention matrix [B', heads, M, N] on its way into `attn_drop`."""
-    if state.keys is not None:
-        state.mixed = mixed_by_matrix(args[0].detach(), state.keys, stochastic).float()
+    state.matrix = args[0].detach()
 
 
 # ---- attention over all tokens
 
 
 def self_attention(module: nn.Module, builder: HookBuilder, name: str, stochastic: bool = True) -> None:
-    """Rule for a layer whose input is [B, N, D] and whose attention updates the first tokens of it, usually all."""
+    """Rule for attention over [B, N, D] or [B, h, w, D] that updates the first of these tokens, usually all."""
     counts = builder.next_layer()
     builder.before(module, _enter_sequence, counts=counts)
-    _observe_matrix(module, builder, stochastic)
-    builder.after(module, _leave_sequence, counts=counts)
+    _observe_matrix(module, builder)
+    builder.after(module, _leave_sequence, counts=counts, stochastic=stochastic)
 
 
 def talking_heads(module: nn.Module, builder: HookBuilder, name: str) -> None:
@@ -151,8 +156,8 @@ def talking_heads(module: nn.Module, builder: HookBuilder, name: str) -> None:
 
 
 def _enter_sequence(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
-    """Attention over [B, N, D] begins. Tokens in front of the known ones carry the mix ratio (equation 5)."""
-    shares = _with_prefix(state, shares, layer, args[0].shape[1])
+    """Attention begins. Tokens in front of the known ones carry the mix ratio (equation 5)."""
+    shares = _with_prefix(state, shares, layer, math.prod(args[0].shape[1:-1]))
     prefix = 0 if state.grid is None else shares.shape[1] - state.grid[0] * state.grid[1]
     _enter(state, _sequence_keys(state, shares, prefix) if counts else None)
 
@@ -179,10 +184,12 @@ def _sequence_keys(state: ShareState, values: Tensor, prefix: int) -> Tensor:
     return torch.stack((values * is_patch, is_patch), dim=-1)
 
 
-def _leave_sequence(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
+def _leave_sequence(
+    state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool, stochastic: bool = True
+) -> None:
     """Attention has ended: residual average for the tokens that it has updated."""
     if counts:
-        mixed = _mixed_by(state, layer)
+        mixed = _mixed_by(state, layer, stochastic)
         updated = state.combine(mixed, shares[:, : mixed.shape[1]])
         state.keep(torch.cat((updated, shares[:, mixed.shape[1] :]), dim=1))
     _leave(state)
@@ -227,13 +234,47 @@ def conv_attention(module: nn.Module, builder: HookBuilder, name: str) -> None:
 def _enter_convolved(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
     """Convolutional attention over [B, prefix + h·w, D] begins: convolve the shares that it mixes."""
     shares = _with_prefix(state, shares, layer, args[0].shape[1])
-    if not counts:
-        _enter(state, None)
-        return
+    values = _convolved_grid(state, shares, layer.value_conv.conv)
+    _enter(state, _sequence_keys(state, values, layer.prefix) if counts else None)
+
+
+def _convolved_grid(state: ShareState, shares: Tensor, layer: nn.Module | None) -> Tensor:
+    """Shares [B, prefix + h·w] after a convolution or pooling layer that prefix tokens pass by, if there is one."""
+    if layer is None:
+        return shares
     assert state.grid is not None
-    values = convolved_by(layer.value_conv.conv, shares[:, layer.prefix :].unflatten(1, state.grid)).flatten(1)
-    values = torch.cat((shares[:, : layer.prefix], values), dim=1)
-    _enter(state, _sequence_keys(state, values, layer.prefix))
+    prefix, grid = shares.tensor_split([shares.shape[1] - math.prod(state.grid)], dim=1)
+    return torch.cat((prefix, convolved_by(layer, grid.unflatten(1, state.grid)).flatten(1)), dim=1)
+
+
+def pooling_block(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for MViTv2's block: queries, keys and values are pooled by convolutions, the shortcut is pooled, too."""
+    block: Any = module
+    counts = builder.next_layer()
+    builder.doublings += counts and block.attn.residual_pooling
+    builder.before(block, _enter_pooled, counts=counts)
+    builder.after(block, _leave_pooled, counts=counts)
+
+
+def _enter_pooled(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
+    """A block over [B, prefix + h·w, D] begins: pool the shares that it mixes."""
+    shares = _with_prefix(state, shares, layer, args[0].shape[1])
+    values = _convolved_grid(state, shares, layer.attn.pool_v)
+    _enter(state, _sequence_keys(state, values, int(layer.has_cls_token)) if counts else None)
+
+
+def _leave_pooled(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
+    """The block has ended: one residual connection with the pooled queries, one with the pooled shortcut."""
+    shortcut = _convolved_grid(state, shares, layer.shortcut_pool_attn)
+    if counts:
+        mixed = _mixed_by(state, layer)
+        if layer.attn.residual_pooling:
+            mixed = state.combine(mixed, _convolved_grid(state, shares, layer.attn.pool_q))
+        state.keep(state.combine(mixed, shortcut))
+    else:
+        state.shares = shortcut
+    state.grid = tuple(output[1])
+    _leave(state)
 
 
 def stage_embedding(module: nn.Module, builder: HookBuilder, name: str) -> None:
@@ -271,6 +312,24 @@ def _convolve_tokens(state: ShareState, shares: Tensor, layer: Any, args: Args, 
 
 
 # ---- attention in windows
+
+
+def outlook_attention(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for VOLO's attention in overlapping windows, which makes an answer for every place of every window."""
+    layer: Any = module
+    if builder.next_layer():
+        builder.before(layer.attn_drop, _mix_outlook, split=(layer.kernel_size, layer.stride, layer.padding))
+
+
+def _mix_outlook(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, split: Split) -> None:
+    """The matrices [B, heads, windows, places, places] are made: cut, mix, and add up what lies on one place."""
+    assert state.grid is not None
+    kernel, stride, padding = split
+    values = torch.stack((shares, torch.ones_like(shares)), dim=1).unflatten(2, state.grid)
+    windows = F.unfold(values, kernel, 1, padding, stride).unflatten(1, (2, -1))
+    mixed = torch.einsum("bnij,bcjn->bcin", args[0].detach().float().mean(1), windows).flatten(1, 2)
+    mixed = F.fold(mixed, state.grid, kernel, 1, padding, stride).flatten(2).transpose(1, 2)
+    state.keep(state.combine(normalised(mixed), shares))
 
 
 def window_block(
