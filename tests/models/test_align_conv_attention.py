@@ -229,4 +229,3 @@ def test_mvit_pools_shares_as_it_pools_values_queries_and_shortcut(options, laye
     with Aligner(model).watch(SimpleNamespace(mask=torch.ones(B, 1, 1), ratio=torch.ones(B))) as whole:
         model(images)
     torch.testing.assert_close(whole.shares.grid, torch.ones(B, 8, 8))
-

@@ -16,7 +16,13 @@ K, B, SIZE = 4, 2, (64, 96)
 
 def make():
     torch.manual_seed(0)
-    options = {"embed_dims": [8, 16, 16], "num_heads": [2, 2, 2], "stem_hidden_dim": 6, "mlp_ratio": 2, "qkv_bias": True}
+    options = {
+        "embed_dims": [8, 16, 16],
+        "num_heads": [2, 2, 2],
+        "stem_hidden_dim": 6,
+        "mlp_ratio": 2,
+        "qkv_bias": True,
+    }
     model = VOLO([2, 1, 1], SIZE, num_classes=K, downsamples=(True, False, False), **options).train()
     with torch.no_grad():
         for name, value in model.named_parameters():

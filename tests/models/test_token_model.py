@@ -87,10 +87,45 @@ SWEEP: dict[str, dict] = {
     "hardcorenas_a": {},
     "botnet26t_256": {"img_size": 128},
     "t2t_vit_7": {**VIT, "token_dim": 16},
+    "tnt_s_legacy_patch16_224": {"img_size": 64, "depth": 2, "embed_dim": 48},
+    "hiera_tiny_224": {"img_size": 224, "stages": (1, 1, 1, 1), "embed_dim": 24},
+    "efficientformer_l1": {"img_size": 224, "depths": (1, 1, 1, 2), "embed_dims": (16, 24, 32, 48)},
+    "sequencer2d_s": {"img_size": 128, "layers": (1, 1, 1, 1)},
+    "hieradet_small": {"stages": (1, 1, 1, 1), "embed_dim": 24, "global_att_blocks": ()},
+    "efficientvit_m0": {"img_size": 224},
+    "legacy_seresnet18": {},
+    "samvit_base_patch16": {**VIT, "global_attn_indexes": (1,)},
+    "cpubone_nano": {},
+    "csatv2": {},
+    "cspnext_tiny": {},
+    "dpn48b": {"k_sec": (1, 1, 1, 1)},
+    "efficientformerv2_s0": {"img_size": 224, "depths": (1, 1, 1, 2)},
+    "fasternet_t0": {},
+    "iformer_t": {},
+    "inception_resnet_v2": {},
+    "inception_v3": {},
+    "inception_v4": {},
+    "lcnetv2_small": {},
+    "lowformer_b0": {},
+    "nasnetalarge": {},
+    "nest_tiny": {"img_size": 224},
+    "nextvit_small": {},
+    "pnasnet5large": {},
+    "rdnet_tiny": {},
+    "repghostnet_050": {},
+    "selecsls42": {},
+    "shvit_s1": {},
+    "starnet_s050": {},
+    "swiftformer_xs": {},
+    "tresnet_m": {"layers": (1, 1, 1, 1)},
+    "vgg11": {},
+    "visformer_tiny": {"img_size": 224, "depth": (1, 1, 1)},
+    "legacy_xception": {},
+    "xception41p": {},
     "cvt_13": {"embed_dims": (8, 16, 24), "depths": (1, 1, 2), "num_heads": (1, 2, 3)},
 }
 # as built, these answer next to nothing to an image: batch norms that have seen none, or start at 0
-UNSEEN = ["tiny_vit_5m_224", "convmixer_768_32"]
+UNSEEN = ["tiny_vit_5m_224", "convmixer_768_32", "cpubone_nano", "inception_v3", "lcnetv2_small"]
 LINEAR_AFTER_MEAN = [
     "vit_medium_patch16_gap_240+nonorm",
     "mixer_s16_224",
@@ -129,8 +164,8 @@ def cached(name: str) -> TokenModel:
     return TokenModel(backbone, token_classes=5).eval()
 
 
-def size_of(name: str) -> int:
-    return SWEEP[name].get("img_size", 128)
+def size_of(name: str, default: int = 128) -> int:
+    return SWEEP[name].get("img_size", 224 if name.startswith("inception") else default)  # without padding
 
 
 def test_the_sweep_covers_what_is_promised():
@@ -182,10 +217,10 @@ def test_class_logits_are_the_models_own_and_shapes_fit(name):
 def test_gradients_flow_and_the_state_dict_stays_timms(name):
     plain = build(name)
     model = TokenModel(copy.deepcopy(plain), token_classes=5).train()
-    size = SWEEP[name].get("img_size", 64)
+    size = size_of(name, 64)
     view = model(torch.randn(2, 3, size, size))
     (view.token_logits.square().mean() + view.logits.square().mean()).backward()
-    first = next(p for p in model.backbone.parameters() if p.ndim > 1)
+    first = next(p for p in model.backbone.parameters() if p.ndim > 1 and p.requires_grad)
     assert first.grad is not None
     assert bool(torch.isfinite(first.grad).all())
     assert float(first.grad.abs().sum()) > 0

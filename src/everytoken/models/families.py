@@ -68,10 +68,8 @@ FAMILIES: dict[str, Family] = {
     "t2t_vit": _vit("T2T-ViT", embed="tokens_to_token"),
     "cvt": _vit("CvT", embed="stage0.patch_embed", embed_layout="nchw"),
     # sequences of tokens
-    "vision_transformer": _vit("ViT, DeiT, DINOv2, SigLIP"),
+    **dict.fromkeys(["vision_transformer", "vision_transformer_hybrid", "vitamin"], _vit("ViT, DeiT, DINOv2, SigLIP")),
     "deit": _vit("DeiT, DeiT-III"),
-    "vision_transformer_hybrid": _vit("ViT, DeiT, DINOv2, SigLIP"),  # modules of names; the models are ViTs
-    "vitamin": _vit("ViT, DeiT, DINOv2, SigLIP"),
     "naflexvit": Family("NaFlex ViT", "tokens", prefix=None),
     "vision_transformer_relpos": _vit("ViT with relative positions"),
     "beit": _vit("BEiT"),
@@ -83,47 +81,41 @@ FAMILIES: dict[str, Family] = {
     "mlp_mixer": _vit("MLP-Mixer, ResMLP, gMLP", prefix=0, embed="stem"),
     "twins": Family("Twins", "tokens"),
     "mvitv2": _vit("MViTv2"),
+    "tnt": Family("TNT", "tokens", prefix=1),
+    "hiera": Family("Hiera", "tokens"),
+    "efficientformer": Family("EfficientFormer", "tokens"),
     # channels-last maps
     "swin_transformer": Family("Swin", "nhwc", embed="patch_embed"),
     "swin_transformer_v2": Family("Swin V2", "nhwc", embed="patch_embed"),
     "mambaout": Family("MambaOut", "nhwc"),
+    "sequencer": Family("Sequencer", "nhwc"),
+    "hieradet_sam2": Family("Hiera of SAM 2", "nhwc"),
     # channels-first maps
+    "convnext": Family("ConvNeXt, ConvNeXt V2", "nchw", embed="stem", embed_layout="nchw"),
+    **dict.fromkeys(["resnet", "res2net", "sknet"], _cnn("ResNet, ResNeXt, SE-ResNet")),
+    **dict.fromkeys(["mobilenetv3", "hardcorenas"], _cnn("MobileNet V3")),
+    **dict.fromkeys(["byobnet", "byoanet", "mobilevit"], _cnn("ByobNet, MobileViT")),
     "swin_transformer_v2_cr": _cnn("Swin V2 CR"),
     "maxxvit": _cnn("MaxViT, CoAtNet"),
-    "tiny_vit": _cnn("TinyViT"),
-    "fastvit": _cnn("FastViT"),
-    "gcvit": _cnn("GC ViT"),
-    "repvit": _cnn("RepViT"),
-    "efficientvit_mit": _cnn("EfficientViT"),
-    "convmixer": _cnn("ConvMixer"),
+    "efficientvit_mit": _cnn("EfficientViT of MIT"),
+    "efficientvit_msra": _cnn("EfficientViT of MSRA"),
     "cspnet": _cnn("CspNet, DarkNet"),
-    "dla": _cnn("DLA"),
-    "hrnet": _cnn("HRNet"),
-    "vovnet": _cnn("VoVNet"),
-    "ghostnet": _cnn("GhostNet"),
-    "hgnet": _cnn("HGNet"),
-    "rexnet": _cnn("RexNet"),
-    # modules of names: the models are ResNets, MobileNets and ByobNets
-    "res2net": _cnn("ResNet, ResNeXt, SE-ResNet"),
-    "sknet": _cnn("ResNet, ResNeXt, SE-ResNet"),
-    "hardcorenas": _cnn("MobileNet V3"),
-    "byoanet": _cnn("ByobNet, MobileViT"),
-    "mobilevit": _cnn("ByobNet, MobileViT"),
-    "convnext": Family("ConvNeXt, ConvNeXt V2", "nchw", embed="stem", embed_layout="nchw"),
-    "resnet": _cnn("ResNet, ResNeXt, SE-ResNet"),
-    "resnest": _cnn("ResNeSt"),
     "resnetv2": _cnn("ResNet V2, BiT"),
-    "nfnet": _cnn("NFNet"),
     "efficientnet": _cnn("EfficientNet, MobileNet V2"),
-    "mobilenetv3": _cnn("MobileNet V3"),
-    "regnet": _cnn("RegNet"),
-    "densenet": _cnn("DenseNet"),
     "metaformer": _cnn("PoolFormer, CAFormer"),
-    "byobnet": _cnn("ByobNet, MobileViT"),
-    "pvt_v2": _cnn("PVT v2"),
-    "davit": _cnn("DaViT"),
-    "focalnet": _cnn("FocalNet"),
-    "edgenext": _cnn("EdgeNeXt"),
+    "senet": _cnn("SE-ResNet as first released"),
+    "vision_transformer_sam": _cnn("ViT of SAM"),
+    **{  # by the names of their modules
+        name: _cnn(name)
+        for name in (
+            *("convmixer", "cpubone", "csatv2", "cspnext", "davit", "densenet", "dla", "dpn", "edgenext"),
+            *("efficientformer_v2", "fasternet", "fastvit", "focalnet", "gcvit", "ghostnet", "hgnet", "hrnet"),
+            *("iformer", "inception_resnet_v2", "inception_v3", "inception_v4", "lcnetv2"),
+            *("lowformer", "nasnet", "nest", "nextvit", "nfnet", "pnasnet", "pvt_v2", "rdnet", "regnet", "repghost"),
+            *("repvit", "resnest", "rexnet", "selecsls", "shvit", "starnet", "swiftformer", "tiny_vit", "tresnet"),
+            *("vgg", "visformer", "vovnet", "xception", "xception_aligned"),
+        )
+    },
 }
 
 
@@ -221,6 +213,13 @@ FOREIGN: dict[str, Family] = {
 # Why a timm module has no token view.
 NO_GRID: dict[str, str] = {
     "coat": "parallel branches have grids of several sizes",
+    "efficientvim": "its head reads features of several stages",
+    "inception_next": "its head has its norm behind a hidden layer",
+    "levit": "some of its models show tokens, others (levit_conv_...) maps",
+    "mobilenetv5": "some of its models are encoders without a class head",
+    **dict.fromkeys(
+        ["deepseek_vit", "gemma4_vit", "qwen3_vit"], "encoders of language models, of which most have no class head"
+    ),
     "crossvit": "two branches have a grid each",
     "pit": "its features are the class tokens alone",
 }

@@ -17,8 +17,8 @@ Convolved tokens (CvT): what attention mixes are not tokens but values, which Cv
     prefix tokens pass by convolutions. MViTv2 convolves queries, too, with a stride where the grid becomes smaller, and
     adds them to what attention has mixed: one more residual connection. The block's shortcut is pooled likewise.
 Outlook attention (VOLO): at every place a matrix mixes the 3x3 places around it, and what the overlapping windows say
-    of one place is added up. So a row of the mixing matrix is the sum of the rows of these windows, normalised to 1 over
-    places inside of the image.
+    of one place is added up. So a row of the mixing matrix is the sum of the rows of these windows, normalised to 1
+    over the places inside of the image.
 Windows (Swin, Swin V2; the released code has none of this): the map of shares is shifted, padded and cut into windows
     exactly as the block does it with tokens, mixed by the window's own attention (which already holds relative bias
     or cosine scale, and the shift mask), put together again and averaged with the residual. Cells that pad a map to
@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,33 +156,40 @@ def talking_heads(module: nn.Module, builder: HookBuilder, name: str) -> None:
     self_attention(module, builder, name, stochastic=False)
 
 
-def _enter_sequence(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
-    """Attention begins. Tokens in front of the known ones carry the mix ratio (equation 5)."""
-    shares = _with_prefix(state, shares, layer, math.prod(args[0].shape[1:-1]))
-    prefix = 0 if state.grid is None else shares.shape[1] - state.grid[0] * state.grid[1]
-    _enter(state, _sequence_keys(state, shares, prefix) if counts else None)
+def _enter_sequence(
+    state: ShareState,
+    shares: Tensor,
+    layer: Any,
+    args: Args,
+    output: Any,
+    counts: bool,
+    values: Callable[[Any], nn.Module | None] = lambda layer: None,
+) -> None:
+    """Attention over tokens begins, whose values the layer `values(layer)` has convolved, if there is one.
 
-
-def _with_prefix(state: ShareState, shares: Tensor, module: nn.Module, count: int) -> Tensor:
-    """The shares of all `count` tokens; those that joined in front of the known ones carry the mix ratio."""
+    Tokens in front of the known ones carry the mix ratio (equation 5). Where only patches count, they belong to no
+    image.
+    """
+    count = math.prod(args[0].shape[1:-1])
     more = count - shares.shape[1]
     if more < 0:
-        name = type(module).__name__
+        name = type(layer).__name__
         raise UnsupportedModelError(f"{name} has {count} tokens where {shares.shape[1]} were embedded: patch dropping?")
     if more > 0:
         assert state.ratio is not None
         shares = torch.cat((state.ratio[:, None].expand(-1, more), shares), dim=1)
         state.shares = shares
-    return shares
-
-
-def _sequence_keys(state: ShareState, values: Tensor, prefix: int) -> Tensor:
-    """[B, N] -> keys [B, N, 1]; where only patches count [B, N, 2], of which the first `prefix` belong to no image."""
-    if not (state.patches_only and prefix):
-        return values[..., None]
-    is_patch = torch.ones_like(values)
-    is_patch[:, :prefix] = 0
-    return torch.stack((values * is_patch, is_patch), dim=-1)
+    if not counts:
+        _enter(state, None)
+        return
+    prefix = 0 if state.grid is None else count - math.prod(state.grid)
+    mixed = _convolved_grid(state, shares, values(layer))
+    keys = mixed[..., None]
+    if state.patches_only and prefix:
+        is_patch = torch.ones_like(mixed)
+        is_patch[:, :prefix] = 0
+        keys = torch.stack((mixed * is_patch, is_patch), dim=-1)
+    _enter(state, keys)
 
 
 def _leave_sequence(
@@ -227,15 +235,8 @@ def _leave_pool(state: ShareState, shares: Tensor, layer: Any, args: Args, outpu
 def conv_attention(module: nn.Module, builder: HookBuilder, name: str) -> None:
     """Rule for attention with convolutional projections and `prefix` tokens that pass by them."""
     counts = builder.next_layer()
-    builder.before(module, _enter_convolved, counts=counts)
+    builder.before(module, _enter_sequence, counts=counts, values=attrgetter("value_conv.conv"))
     builder.after(module, _leave_sequence, counts=counts)
-
-
-def _enter_convolved(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
-    """Convolutional attention over [B, prefix + h·w, D] begins: convolve the shares that it mixes."""
-    shares = _with_prefix(state, shares, layer, args[0].shape[1])
-    values = _convolved_grid(state, shares, layer.value_conv.conv)
-    _enter(state, _sequence_keys(state, values, layer.prefix) if counts else None)
 
 
 def _convolved_grid(state: ShareState, shares: Tensor, layer: nn.Module | None) -> Tensor:
@@ -252,15 +253,8 @@ def pooling_block(module: nn.Module, builder: HookBuilder, name: str) -> None:
     block: Any = module
     counts = builder.next_layer()
     builder.doublings += counts and block.attn.residual_pooling
-    builder.before(block, _enter_pooled, counts=counts)
+    builder.before(block, _enter_sequence, counts=counts, values=attrgetter("attn.pool_v"))
     builder.after(block, _leave_pooled, counts=counts)
-
-
-def _enter_pooled(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
-    """A block over [B, prefix + h·w, D] begins: pool the shares that it mixes."""
-    shares = _with_prefix(state, shares, layer, args[0].shape[1])
-    values = _convolved_grid(state, shares, layer.attn.pool_v)
-    _enter(state, _sequence_keys(state, values, int(layer.has_cls_token)) if counts else None)
 
 
 def _leave_pooled(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
@@ -284,13 +278,11 @@ def stage_embedding(module: nn.Module, builder: HookBuilder, name: str) -> None:
 
 def _embed_stage(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
     """A stage has embedded the map of pixels [B, h, w], or the grid [B, h·w] of the stage before."""
-    if shares.dim() == 3:
-        state.shares = convolved_by(layer.proj, shares)
-        return
-    assert state.grid is not None
-    shares = convolved_by(layer.proj, shares.unflatten(1, state.grid))
-    state.grid = (shares.shape[1], shares.shape[2])
-    state.shares = shares.flatten(1)
+    shares = convolved_by(layer.proj, shares if state.grid is None else shares.unflatten(1, state.grid))
+    state.shares = shares
+    if state.grid is not None:
+        state.grid = (shares.shape[1], shares.shape[2])
+        state.shares = shares.flatten(1)
 
 
 def channel_attention(module: nn.Module, builder: HookBuilder, name: str) -> None:
@@ -306,9 +298,8 @@ def local_interaction(module: nn.Module, builder: HookBuilder, name: str) -> Non
 
 
 def _convolve_tokens(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
-    assert state.grid is not None
-    mixed = convolved_by(layer.conv2, convolved_by(layer.conv1, shares.unflatten(1, state.grid)))
-    state.keep(state.combine(mixed.flatten(1), shares))
+    mixed = _convolved_grid(state, _convolved_grid(state, shares, layer.conv1), layer.conv2)
+    state.keep(state.combine(mixed, shares))
 
 
 # ---- attention in windows
