@@ -97,23 +97,30 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(["byobnet", "byoanet", "mobilevit"], _cnn("ByobNet, MobileViT")),
     "swin_transformer_v2_cr": _cnn("Swin V2 CR"),
     "maxxvit": _cnn("MaxViT, CoAtNet"),
-    "efficientvit_mit": _cnn("EfficientViT of MIT"),
-    "efficientvit_msra": _cnn("EfficientViT of MSRA"),
     "cspnet": _cnn("CspNet, DarkNet"),
     "resnetv2": _cnn("ResNet V2, BiT"),
     "efficientnet": _cnn("EfficientNet, MobileNet V2"),
     "metaformer": _cnn("PoolFormer, CAFormer"),
-    "senet": _cnn("SE-ResNet as first released"),
-    "vision_transformer_sam": _cnn("ViT of SAM"),
     **{  # by the names of their modules
         name: _cnn(name)
         for name in (
             *("convmixer", "cpubone", "csatv2", "cspnext", "davit", "densenet", "dla", "dpn", "edgenext"),
-            *("efficientformer_v2", "fasternet", "fastvit", "focalnet", "gcvit", "ghostnet", "hgnet", "hrnet"),
+            *(
+                "efficientformer_v2",
+                "efficientvit_mit",
+                "efficientvit_msra",
+                "fasternet",
+                "fastvit",
+                "focalnet",
+                "gcvit",
+                "ghostnet",
+                "hgnet",
+                "hrnet",
+            ),
             *("iformer", "inception_resnet_v2", "inception_v3", "inception_v4", "lcnetv2"),
             *("lowformer", "nasnet", "nest", "nextvit", "nfnet", "pnasnet", "pvt_v2", "rdnet", "regnet", "repghost"),
             *("repvit", "resnest", "rexnet", "selecsls", "shvit", "starnet", "swiftformer", "tiny_vit", "tresnet"),
-            *("vgg", "visformer", "vovnet", "xception", "xception_aligned"),
+            *("senet", "vgg", "vision_transformer_sam", "visformer", "vovnet", "xception", "xception_aligned"),
         )
     },
 }

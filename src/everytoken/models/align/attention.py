@@ -1,34 +1,16 @@
 """Attention in all its forms: over all tokens, over convolved tokens, in windows, and inside a patch embedding.
 
-Paper: TL-Align, equations (6) to (11), section 3.3 and appendix A. While a known attention layer runs, its attention
-is observed in one of two ways: fused, the call of `scaled_dot_product_attention` (or of `nn.MultiheadAttention`'s
-function) is answered by `fused.attend` (`InterceptAttention`); explicit, the matrix leaves a softmax, or passes through
-`attn_drop`, before dropout; the last one counts. Position biases, rotary positions, query norms and gates are thus the
-layer's own business. A layer in which neither is observed is an error.
+Paper: TL-Align, equations (6) to (11), section 3.3 and appendix A; how we read it, layer by layer: docs/alignment.md.
+While a known attention layer runs, its attention is observed in one of two ways: fused, the call of
+`scaled_dot_product_attention` (or of `nn.MultiheadAttention`'s function) is answered by `fused.attend`
+(`InterceptAttention`); explicit, the matrix leaves a softmax, or passes through `attn_drop`, before dropout; the last
+one counts. Position biases, rotary positions, query norms and gates are thus the layer's own business. A layer in
+which neither is observed is an error.
 
-All tokens (ViT, DeiT, LV-ViT, T2T-ViT, BEiT, EVA, CaiT, ConViT): r̂ = mean over heads of A·r. CaiT's talking heads
-    mix heads after the softmax: what really mixes tokens has any sign, so it counts by size. Its class attention
-    updates the class token only. Attention pooling (SigLIP) has queries of its own; what it reads is A·r.
-XCiT's attention mixes channels, by weights from the whole image, and leaves r alone, as gates do. Its 3x3 convolutions
-    are a residual branch, and mix r.
-Convolved tokens (CvT): what attention mixes are not tokens but values, which CvT makes by a depth-wise convolution,
-    often with a stride: the shares are convolved first, then mixed. (The convolutions of queries and keys only change
-    the attention.) Each stage begins with an overlapping convolution of the whole grid, the first one of the pixels;
-    prefix tokens pass by convolutions. MViTv2 convolves queries, too, with a stride where the grid becomes smaller, and
-    adds them to what attention has mixed: one more residual connection. The block's shortcut is pooled likewise.
-Outlook attention (VOLO): at every place a matrix mixes the 3x3 places around it, and what the overlapping windows say
-    of one place is added up. So a row of the mixing matrix is the sum of the rows of these windows, normalised to 1
-    over the places inside of the image.
-Windows (Swin, Swin V2; the released code has none of this): the map of shares is shifted, padded and cut into windows
-    exactly as the block does it with tokens, mixed by the window's own attention (which already holds relative bias
-    or cosine scale, and the shift mask), put together again and averaged with the residual. Cells that pad a map to
-    whole windows can be attended to but belong to no image: what remains is normalised to sum to 1, as Norm does to
-    the K-wide labels. Merging 2x2 patches averages their shares.
-Patch embedding (T2T-ViT; the paper says nothing about such embeddings): shares start on the pixels. Our reading: a
-    soft split lays overlapping windows side by side, which is aggregation, so a token is the mean of its window, and
-    what pads the border belongs to no image; the narrow attention between splits is attention like any other, with
-    its value as the residual. A performer's weights are those of its kernel, normalised to 1. This attention has no
-    layer number; it counts when all layers do (`Alignment.layers`).
+r̂ = mean over heads of A·r, then the residual connection. What differs is which shares A mixes: those of all tokens; of
+the tokens after the convolution that makes the values (CvT, MViTv2); of the places of a window, cut as the block cuts
+its tokens (Swin), or as overlapping windows (VOLO). Places that only pad a map belong to no image: what remains is
+normalised to sum to 1, as Norm does to the K-wide labels.
 """
 
 from __future__ import annotations
@@ -157,18 +139,11 @@ def talking_heads(module: nn.Module, builder: HookBuilder, name: str) -> None:
 
 
 def _enter_sequence(
-    state: ShareState,
-    shares: Tensor,
-    layer: Any,
-    args: Args,
-    output: Any,
-    counts: bool,
-    values: Callable[[Any], nn.Module | None] = lambda layer: None,
+    state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool, values: Any = None
 ) -> None:
-    """Attention over tokens begins, whose values the layer `values(layer)` has convolved, if there is one.
+    """Attention over tokens begins, whose values the layer `values(layer)` convolves, if there is one.
 
-    Tokens in front of the known ones carry the mix ratio (equation 5). Where only patches count, they belong to no
-    image.
+    Tokens in front of the known ones carry the mix ratio (equation 5), or no share where only patches count.
     """
     count = math.prod(args[0].shape[1:-1])
     more = count - shares.shape[1]
@@ -183,12 +158,12 @@ def _enter_sequence(
         _enter(state, None)
         return
     prefix = 0 if state.grid is None else count - math.prod(state.grid)
-    mixed = _convolved_grid(state, shares, values(layer))
-    keys = mixed[..., None]
+    shares = shares if values is None else _convolved_grid(state, shares, values(layer))
+    keys = shares[..., None]
     if state.patches_only and prefix:
-        is_patch = torch.ones_like(mixed)
+        is_patch = torch.ones_like(shares)
         is_patch[:, :prefix] = 0
-        keys = torch.stack((mixed * is_patch, is_patch), dim=-1)
+        keys = torch.stack((shares * is_patch, is_patch), dim=-1)
     _enter(state, keys)
 
 

@@ -4,13 +4,8 @@ Paper: TL-Align, appendix A, Table 9: Y <- Norm(T(K))·Y for a convolution with 
 matrix W, the mean for aggregation; left as future work there. Shares of a CNN start on the pixels and become coarser
 with the features.
 
-Our reading: weights count by size, as in equation (2). Each output channel of a convolution is normalised by itself
-and then averaged, as heads are; a kernel at the border is normalised over the places inside. A convolution that does
-not overlap (kernel = stride) is concatenation of its cells followed by channel mixing, so it is aggregation: the
-mean. Pooling is the mean, max pooling too, whose winner cannot be known for all channels at once. 1x1 convolution,
-norms, activations and gates from globally pooled features (squeeze and excitation) leave the map alone. Mixer's two
-layers are two steps, whose hidden units are mixtures of tokens like any other; the activation between them is
-point-wise.
+How we read it is in docs/alignment.md. 1x1 convolution, norms, activations and gates from globally pooled features
+(squeeze and excitation) leave the map alone; Mixer's two layers are two steps.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Which layer mixes tokens, and how: the one place that knows. Anything not listed here is an error that names it.
 
 To support another layer, add its class to RULES (it mixes tokens: give the rule), CONTAINERS (it only runs its
-children one after the other) or TOKENWISE (it treats every token alike). A class counts for its subclasses. For a
-layer outside of this package: `everytoken.models.align.RULES["your.module.Layer"] = rule`, where rule(module,
-builder, name) attaches hooks by `builder.before` and `builder.after` (see `attention` and `convolution` for
-examples).
+children one after the other) or TOKENWISE (it treats every token alike). A class counts for its subclasses. How to do
+that outside of this package, and what a rule is: docs/alignment.md.
 A patch embedding that is not listed cuts patches that touch, or is taken as if it did: a token starts with the mean
 of its patch. One that is listed is followed from the pixels.
 """
