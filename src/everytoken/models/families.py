@@ -105,19 +105,16 @@ FAMILIES: dict[str, Family] = {
         name: _cnn(name)
         for name in (
             *("convmixer", "cpubone", "csatv2", "cspnext", "davit", "densenet", "dla", "dpn", "edgenext"),
+            *("efficientvit_msra", "fasternet", "fastvit", "focalnet", "gcvit", "ghostnet", "hgnet", "hrnet"),
             *(
                 "efficientformer_v2",
                 "efficientvit_mit",
-                "efficientvit_msra",
-                "fasternet",
-                "fastvit",
-                "focalnet",
-                "gcvit",
-                "ghostnet",
-                "hgnet",
-                "hrnet",
+                "iformer",
+                "inception_resnet_v2",
+                "inception_v3",
+                "inception_v4",
+                "lcnetv2",
             ),
-            *("iformer", "inception_resnet_v2", "inception_v3", "inception_v4", "lcnetv2"),
             *("lowformer", "nasnet", "nest", "nextvit", "nfnet", "pnasnet", "pvt_v2", "rdnet", "regnet", "repghost"),
             *("repvit", "resnest", "rexnet", "selecsls", "shvit", "starnet", "swiftformer", "tiny_vit", "tresnet"),
             *("senet", "vgg", "vision_transformer_sam", "visformer", "vovnet", "xception", "xception_aligned"),
@@ -223,10 +220,7 @@ NO_GRID: dict[str, str] = {
     "efficientvim": "its head reads features of several stages",
     "inception_next": "its head has its norm behind a hidden layer",
     "levit": "some of its models show tokens, others (levit_conv_...) maps",
-    "mobilenetv5": "some of its models are encoders without a class head",
-    **dict.fromkeys(
-        ["deepseek_vit", "gemma4_vit", "qwen3_vit"], "encoders of language models, of which most have no class head"
-    ),
+    **dict.fromkeys(["deepseek_vit", "gemma4_vit", "mobilenetv5", "qwen3_vit"], "some of its models have no head"),
     "crossvit": "two branches have a grid each",
     "pit": "its features are the class tokens alone",
 }

@@ -152,8 +152,7 @@ def _enter_sequence(
         raise UnsupportedModelError(f"{name} has {count} tokens where {shares.shape[1]} were embedded: patch dropping?")
     if more > 0:
         assert state.ratio is not None
-        shares = torch.cat((state.ratio[:, None].expand(-1, more), shares), dim=1)
-        state.shares = shares
+        state.shares = shares = torch.cat((state.ratio[:, None].expand(-1, more), shares), dim=1)
     if not counts:
         _enter(state, None)
         return

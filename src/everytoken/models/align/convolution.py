@@ -44,13 +44,11 @@ def convolved_by(layer: nn.Module, shares: Tensor, out: tuple[int, int] | None =
         return shares
     front = None if same or isinstance(module.padding, str) else _pair(module.padding)
     size = (shares.shape[1], shares.shape[2])
-    if out is None:
-        if front is None:
-            out = (-(-size[0] // stride[0]), -(-size[1] // stride[1]))
-        else:
-            reach = [size[i] + 2 * front[i] - dilation[i] * (kernel[i] - 1) - 1 for i in (0, 1)]
-            out = (reach[0] // stride[0] + 1, reach[1] // stride[1] + 1)
-    padding = _sides(front, size, out, kernel, stride, dilation)
+    if out is None and front is not None:
+        padding = (front[1], front[1], front[0], front[0])
+    else:
+        out = out or (-(-size[0] // stride[0]), -(-size[1] // stride[1]))
+        padding = _sides(front, size, out, kernel, stride, dilation)
     weight = getattr(module, "weight", None)
     if weight is None or (kernel == stride and not any(padding)):
         places = torch.full(kernel, 1 / (kernel[0] * kernel[1]), device=shares.device)

@@ -136,9 +136,8 @@ RULES: dict[str, Rule] = {
     "timm.models.convit.MHSA": self_attention,
     "timm.models.xcit.XCA": channel_attention,
     "timm.models.xcit.LPI": local_interaction,
-    # embeddings that attend
+    # embeddings that attend, attention over convolved tokens
     "everytoken.models.t2t_vit.TokensToToken": tokens_to_token,
-    # attention over convolved tokens
     "everytoken.models.cvt.ConvAttention": conv_attention,
     "everytoken.models.cvt.ConvEmbed": stage_embedding,
     "timm.models.volo.Downsample": stage_embedding,
