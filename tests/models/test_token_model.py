@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from dataclasses import replace
 
 import pytest
@@ -369,19 +370,23 @@ def test_tokens_are_mixed_after_patch_embedding_and_put_back_at_the_end(name, mo
         unmixed = torch.where(mask[..., None] > 0, plain.grid, plain.grid.flip(0))
         assert torch.allclose(mixed.grid, unmixed, atol=1e-4)
     else:
-        assert torch.equal(seen[0], torch.where(_on(seen[0], mask), *_own_and_partner(model, images, seen[0])))
+        tokens = _tokens(seen[0])
+        assert torch.equal(tokens, torch.where(_on(tokens, mask), *_own_and_partner(model, images)))
 
 
 def _on(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    if x.ndim == 3:
-        return mask.reshape(1, -1, 1) > 0
-    scale = x.shape[-1] // mask.shape[-1]
-    return mask.repeat_interleave(scale, 1).repeat_interleave(scale, 2)[:, None] > 0
+    scale = math.isqrt(x.shape[1] // mask.numel()) if x.ndim == 3 else x.shape[-1] // mask.shape[-1]
+    mask = mask.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
+    return (mask.reshape(1, -1, 1) if x.ndim == 3 else mask[:, None]) > 0
 
 
-def _own_and_partner(model, images, like):
+def _tokens(output):
+    return output[0] if isinstance(output, tuple) else output  # with the size of the grid
+
+
+def _own_and_partner(model, images):
     with torch.no_grad():
-        own = model.backbone.get_submodule(model.family.embed)(images)
+        own = _tokens(model.backbone.get_submodule(model.family.embed)(images))
     return own, own.flip(0)
 
 
