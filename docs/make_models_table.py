@@ -26,7 +26,7 @@ def known(module: str, names: list[str]) -> str:
     """The columns that need no model."""
     family = FAMILIES.get(module)
     if family is None:
-        return f"| `{module}` | {len(names)} | no: {NO_GRID.get(module, 'not tried')} |"
+        return f"| `{module}` | {len(names)} | no: {NO_GRID.get(module, 'nobody has described its layout yet')} |"
     mixes = "yes" if family.embed else "no"
     return f"| `{module}` | {len(names)} | {family.title} | {mixes} |"
 

@@ -1,10 +1,6 @@
 """The aligner: follows mixed images through a timm model and says which part of the result belongs to which image.
 
 Paper: "Token-Label Alignment for Vision Transformers", equations (4) to (12); ablations of Table 8 as options.
-    aligner = Aligner(model)
-    with aligner.watch(mix) as aligned:
-        logits = model(images)                    # or a compiled or DDP wrapper of it
-    loss = aligned.cross_entropy(logits, labels)
 Evaluation and passes outside of `watch` are the plain model's; `remove()` removes the hooks.
 What we do differently: one share per token instead of a K-wide label (exact, see `everytoken.functional.shares`).
 """
@@ -240,7 +236,8 @@ class Aligner:
         """[B], of what the class head reads, from shares [B, h, w] of patches and [B, P] of prefix tokens."""
         model: Any = self.backbone
         if self._pool == "avg":
-            if prefix is not None and getattr(model, "pool_include_prefix", False):
+            with_prefix = getattr(model, "pool_include_prefix", self.family.title == "VOLO")
+            if prefix is not None and with_prefix:
                 return torch.cat((prefix, grid.flatten(1)), dim=1).mean(1)
             return grid.mean((1, 2))
         if self._pool == "map":

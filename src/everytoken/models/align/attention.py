@@ -1,35 +1,23 @@
 """Attention in all its forms: over all tokens, over convolved tokens, in windows, and inside a patch embedding.
 
-Paper: TL-Align, equations (6) to (11), section 3.3 and appendix A. While a known attention layer runs, its attention
-is observed in one of two ways: fused, the call of `scaled_dot_product_attention` (or of `nn.MultiheadAttention`'s
-function) is answered by `fused.attend` (`InterceptAttention`); explicit, the matrix leaves `F.softmax`, or passes
-through `attn_drop`, before dropout. Position biases, rotary
-positions, query norms and gates are thus the layer's own business. A layer in which neither is observed is an error.
+Paper: TL-Align, equations (6) to (11), section 3.3 and appendix A; how we read it, layer by layer: docs/alignment.md.
+While a known attention layer runs, its attention is observed in one of two ways: fused, the call of
+`scaled_dot_product_attention` (or of `nn.MultiheadAttention`'s function) is answered by `fused.attend`
+(`InterceptAttention`); explicit, the matrix leaves a softmax, or passes through `attn_drop`, before dropout; the last
+one counts. Position biases, rotary positions, query norms and gates are thus the layer's own business. A layer in
+which neither is observed is an error.
 
-All tokens (ViT, DeiT, LV-ViT, T2T-ViT, BEiT, EVA, CaiT, ConViT): r̂ = mean over heads of A·r. CaiT's talking heads
-    mix heads after the softmax: what really mixes tokens has any sign, so it counts by size. Its class attention
-    updates the class token only. Attention pooling (SigLIP) has queries of its own; what it reads is A·r.
-XCiT's attention mixes channels, by weights from the whole image, and leaves r alone, as gates do. Its 3x3 convolutions
-    are a residual branch, and mix r.
-Convolved tokens (CvT): what attention mixes are not tokens but values, which CvT makes by a depth-wise convolution,
-    often with a stride: the shares are convolved first, then mixed. (The convolutions of queries and keys only change
-    the attention.) Each stage begins with an overlapping convolution of the whole grid, the first one of the pixels;
-    prefix tokens pass by convolutions.
-Windows (Swin, Swin V2; the released code has none of this): the map of shares is shifted, padded and cut into windows
-    exactly as the block does it with tokens, mixed by the window's own attention (which already holds relative bias
-    or cosine scale, and the shift mask), put together again and averaged with the residual. Cells that pad a map to
-    whole windows can be attended to but belong to no image: what remains is normalised to sum to 1, as Norm does to
-    the K-wide labels. Merging 2x2 patches averages their shares.
-Patch embedding (T2T-ViT; the paper says nothing about such embeddings): shares start on the pixels. Our reading: a
-    soft split lays overlapping windows side by side, which is aggregation, so a token is the mean of its window, and
-    what pads the border belongs to no image; the narrow attention between splits is attention like any other, with
-    its value as the residual. A performer's weights are those of its kernel, normalised to 1. This attention has no
-    layer number; it counts when all layers do (`Alignment.layers`).
+r̂ = mean over heads of A·r, then the residual connection. What differs is which shares A mixes: those of all tokens; of
+the tokens after the convolution that makes the values (CvT, MViTv2); of the places of a window, cut as the block cuts
+its tokens (Swin), or as overlapping windows (VOLO). Places that only pad a map belong to no image: what remains is
+normalised to sum to 1, as Norm does to the K-wide labels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,9 +57,8 @@ class InterceptAttention(TorchFunctionMode):
                 out, state.mixed = way(state.keys, state.checkpointing, *args, **kwargs)
                 return out if way is attend else (out, None)
         out = func(*args, **kwargs)
-        if func is F.softmax and state.keys is not None:
-            with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
-                state.mixed = mixed_by_matrix(out.detach(), state.keys).float()
+        if func in (F.softmax, Tensor.softmax) and state.keys is not None:
+            state.matrix = out.detach()
         return out
 
 
@@ -104,45 +91,46 @@ def _multi_head(
 
 
 def _enter(state: ShareState, keys: Tensor | None) -> None:
-    state.in_attention, state.mixed, state.keys = True, None, keys
+    state.in_attention, state.mixed, state.matrix, state.keys = True, None, None, keys
 
 
 def _leave(state: ShareState) -> None:
-    state.in_attention, state.keys = False, None
+    state.in_attention, state.matrix, state.keys = False, None, None
 
 
-def _mixed_by(state: ShareState, module: nn.Module) -> Tensor:
-    """Shares [B', M] that the attention layer has made of the keys."""
+def _mixed_by(state: ShareState, module: nn.Module, stochastic: bool = True) -> Tensor:
+    """Shares [B', M] that the attention layer has made of the keys; its matrix is `stochastic` if rows sum to 1."""
+    if state.matrix is not None and state.keys is not None:
+        return normalised(mixed_by_matrix(state.matrix, state.keys, stochastic).float())
     if state.mixed is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} ({type(module).__module__}) ran, but its attention was not observed: it neither "
-            "calls scaled_dot_product_attention nor F.softmax, nor passes its matrix to attn_drop"
+            "calls scaled_dot_product_attention nor softmax, nor passes its matrix to attn_drop"
         )
     return normalised(state.mixed)
 
 
-def _observe_matrix(module: nn.Module, builder: HookBuilder, stochastic: bool = True) -> None:
+def _observe_matrix(module: nn.Module, builder: HookBuilder) -> None:
     """Observe the matrix of an attention layer that makes one."""
     drop = getattr(module, "attn_drop", None)
     if isinstance(drop, nn.Module):
-        builder.before(drop, _matrix, stochastic=stochastic)
+        builder.before(drop, _matrix)
 
 
-def _matrix(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, stochastic: bool) -> None:
+def _matrix(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
     """The attention matrix [B', heads, M, N] on its way into `attn_drop`."""
-    if state.keys is not None:
-        state.mixed = mixed_by_matrix(args[0].detach(), state.keys, stochastic).float()
+    state.matrix = args[0].detach()
 
 
 # ---- attention over all tokens
 
 
 def self_attention(module: nn.Module, builder: HookBuilder, name: str, stochastic: bool = True) -> None:
-    """Rule for a layer whose input is [B, N, D] and whose attention updates the first tokens of it, usually all."""
+    """Rule for attention over [B, N, D] or [B, h, w, D] that updates the first of these tokens, usually all."""
     counts = builder.next_layer()
     builder.before(module, _enter_sequence, counts=counts)
-    _observe_matrix(module, builder, stochastic)
-    builder.after(module, _leave_sequence, counts=counts)
+    _observe_matrix(module, builder)
+    builder.after(module, _leave_sequence, counts=counts, stochastic=stochastic)
 
 
 def talking_heads(module: nn.Module, builder: HookBuilder, name: str) -> None:
@@ -150,39 +138,40 @@ def talking_heads(module: nn.Module, builder: HookBuilder, name: str) -> None:
     self_attention(module, builder, name, stochastic=False)
 
 
-def _enter_sequence(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
-    """Attention over [B, N, D] begins. Tokens in front of the known ones carry the mix ratio (equation 5)."""
-    shares = _with_prefix(state, shares, layer, args[0].shape[1])
-    prefix = 0 if state.grid is None else shares.shape[1] - state.grid[0] * state.grid[1]
-    _enter(state, _sequence_keys(state, shares, prefix) if counts else None)
+def _enter_sequence(
+    state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool, values: Any = None
+) -> None:
+    """Attention over tokens begins, whose values the layer `values(layer)` convolves, if there is one.
 
-
-def _with_prefix(state: ShareState, shares: Tensor, module: nn.Module, count: int) -> Tensor:
-    """The shares of all `count` tokens; those that joined in front of the known ones carry the mix ratio."""
+    Tokens in front of the known ones carry the mix ratio (equation 5), or no share where only patches count.
+    """
+    count = math.prod(args[0].shape[1:-1])
     more = count - shares.shape[1]
     if more < 0:
-        name = type(module).__name__
+        name = type(layer).__name__
         raise UnsupportedModelError(f"{name} has {count} tokens where {shares.shape[1]} were embedded: patch dropping?")
     if more > 0:
         assert state.ratio is not None
-        shares = torch.cat((state.ratio[:, None].expand(-1, more), shares), dim=1)
-        state.shares = shares
-    return shares
+        state.shares = shares = torch.cat((state.ratio[:, None].expand(-1, more), shares), dim=1)
+    if not counts:
+        _enter(state, None)
+        return
+    prefix = 0 if state.grid is None else count - math.prod(state.grid)
+    shares = shares if values is None else _convolved_grid(state, shares, values(layer))
+    keys = shares[..., None]
+    if state.patches_only and prefix:
+        is_patch = torch.ones_like(shares)
+        is_patch[:, :prefix] = 0
+        keys = torch.stack((shares * is_patch, is_patch), dim=-1)
+    _enter(state, keys)
 
 
-def _sequence_keys(state: ShareState, values: Tensor, prefix: int) -> Tensor:
-    """[B, N] -> keys [B, N, 1]; where only patches count [B, N, 2], of which the first `prefix` belong to no image."""
-    if not (state.patches_only and prefix):
-        return values[..., None]
-    is_patch = torch.ones_like(values)
-    is_patch[:, :prefix] = 0
-    return torch.stack((values * is_patch, is_patch), dim=-1)
-
-
-def _leave_sequence(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
+def _leave_sequence(
+    state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool, stochastic: bool = True
+) -> None:
     """Attention has ended: residual average for the tokens that it has updated."""
     if counts:
-        mixed = _mixed_by(state, layer)
+        mixed = _mixed_by(state, layer, stochastic)
         updated = state.combine(mixed, shares[:, : mixed.shape[1]])
         state.keep(torch.cat((updated, shares[:, mixed.shape[1] :]), dim=1))
     _leave(state)
@@ -220,20 +209,40 @@ def _leave_pool(state: ShareState, shares: Tensor, layer: Any, args: Args, outpu
 def conv_attention(module: nn.Module, builder: HookBuilder, name: str) -> None:
     """Rule for attention with convolutional projections and `prefix` tokens that pass by them."""
     counts = builder.next_layer()
-    builder.before(module, _enter_convolved, counts=counts)
+    builder.before(module, _enter_sequence, counts=counts, values=attrgetter("value_conv.conv"))
     builder.after(module, _leave_sequence, counts=counts)
 
 
-def _enter_convolved(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
-    """Convolutional attention over [B, prefix + h·w, D] begins: convolve the shares that it mixes."""
-    shares = _with_prefix(state, shares, layer, args[0].shape[1])
-    if not counts:
-        _enter(state, None)
-        return
+def _convolved_grid(state: ShareState, shares: Tensor, layer: nn.Module | None) -> Tensor:
+    """Shares [B, prefix + h·w] after a convolution or pooling layer that prefix tokens pass by, if there is one."""
+    if layer is None:
+        return shares
     assert state.grid is not None
-    values = convolved_by(layer.value_conv.conv, shares[:, layer.prefix :].unflatten(1, state.grid)).flatten(1)
-    values = torch.cat((shares[:, : layer.prefix], values), dim=1)
-    _enter(state, _sequence_keys(state, values, layer.prefix))
+    prefix, grid = shares.tensor_split([shares.shape[1] - math.prod(state.grid)], dim=1)
+    return torch.cat((prefix, convolved_by(layer, grid.unflatten(1, state.grid)).flatten(1)), dim=1)
+
+
+def pooling_block(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for MViTv2's block: queries, keys and values are pooled by convolutions, the shortcut is pooled, too."""
+    block: Any = module
+    counts = builder.next_layer()
+    builder.doublings += counts and block.attn.residual_pooling
+    builder.before(block, _enter_sequence, counts=counts, values=attrgetter("attn.pool_v"))
+    builder.after(block, _leave_pooled, counts=counts)
+
+
+def _leave_pooled(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
+    """The block has ended: one residual connection with the pooled queries, one with the pooled shortcut."""
+    shortcut = _convolved_grid(state, shares, layer.shortcut_pool_attn)
+    if counts:
+        mixed = _mixed_by(state, layer)
+        if layer.attn.residual_pooling:
+            mixed = state.combine(mixed, _convolved_grid(state, shares, layer.attn.pool_q))
+        state.keep(state.combine(mixed, shortcut))
+    else:
+        state.shares = shortcut
+    state.grid = tuple(output[1])
+    _leave(state)
 
 
 def stage_embedding(module: nn.Module, builder: HookBuilder, name: str) -> None:
@@ -243,13 +252,11 @@ def stage_embedding(module: nn.Module, builder: HookBuilder, name: str) -> None:
 
 def _embed_stage(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
     """A stage has embedded the map of pixels [B, h, w], or the grid [B, h·w] of the stage before."""
-    if shares.dim() == 3:
-        state.shares = convolved_by(layer.proj, shares)
-        return
-    assert state.grid is not None
-    shares = convolved_by(layer.proj, shares.unflatten(1, state.grid))
-    state.grid = (shares.shape[1], shares.shape[2])
-    state.shares = shares.flatten(1)
+    shares = convolved_by(layer.proj, shares if state.grid is None else shares.unflatten(1, state.grid))
+    state.shares = shares
+    if state.grid is not None:
+        state.grid = (shares.shape[1], shares.shape[2])
+        state.shares = shares.flatten(1)
 
 
 def channel_attention(module: nn.Module, builder: HookBuilder, name: str) -> None:
@@ -265,12 +272,29 @@ def local_interaction(module: nn.Module, builder: HookBuilder, name: str) -> Non
 
 
 def _convolve_tokens(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
-    assert state.grid is not None
-    mixed = convolved_by(layer.conv2, convolved_by(layer.conv1, shares.unflatten(1, state.grid)))
-    state.keep(state.combine(mixed.flatten(1), shares))
+    mixed = _convolved_grid(state, _convolved_grid(state, shares, layer.conv1), layer.conv2)
+    state.keep(state.combine(mixed, shares))
 
 
 # ---- attention in windows
+
+
+def outlook_attention(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for VOLO's attention in overlapping windows, which makes an answer for every place of every window."""
+    layer: Any = module
+    if builder.next_layer():
+        builder.before(layer.attn_drop, _mix_outlook, split=(layer.kernel_size, layer.stride, layer.padding))
+
+
+def _mix_outlook(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, split: Split) -> None:
+    """The matrices [B, heads, windows, places, places] are made: cut, mix, and add up what lies on one place."""
+    assert state.grid is not None
+    kernel, stride, padding = split
+    values = torch.stack((shares, torch.ones_like(shares)), dim=1).unflatten(2, state.grid)
+    windows = F.unfold(values, kernel, 1, padding, stride).unflatten(1, (2, -1))
+    mixed = torch.einsum("bnij,bcjn->bcin", args[0].detach().float().mean(1), windows).flatten(1, 2)
+    mixed = F.fold(mixed, state.grid, kernel, 1, padding, stride).flatten(2).transpose(1, 2)
+    state.keep(state.combine(normalised(mixed), shares))
 
 
 def window_block(

@@ -4,13 +4,8 @@ Paper: TL-Align, appendix A, Table 9: Y <- Norm(T(K))·Y for a convolution with 
 matrix W, the mean for aggregation; left as future work there. Shares of a CNN start on the pixels and become coarser
 with the features.
 
-Our reading: weights count by size, as in equation (2). Each output channel of a convolution is normalised by itself
-and then averaged, as heads are; a kernel at the border is normalised over the places inside. A convolution that does
-not overlap (kernel = stride) is concatenation of its cells followed by channel mixing, so it is aggregation: the
-mean. Pooling is the mean, max pooling too, whose winner cannot be known for all channels at once. 1x1 convolution,
-norms, activations and gates from globally pooled features (squeeze and excitation) leave the map alone. Mixer's two
-layers are two steps, whose hidden units are mixtures of tokens like any other; the activation between them is
-point-wise.
+How we read it is in docs/alignment.md. 1x1 convolution, norms, activations and gates from globally pooled features
+(squeeze and excitation) leave the map alone; Mixer's two layers are two steps.
 """
 
 from __future__ import annotations
@@ -49,13 +44,11 @@ def convolved_by(layer: nn.Module, shares: Tensor, out: tuple[int, int] | None =
         return shares
     front = None if same or isinstance(module.padding, str) else _pair(module.padding)
     size = (shares.shape[1], shares.shape[2])
-    if out is None:
-        if front is None:
-            out = (-(-size[0] // stride[0]), -(-size[1] // stride[1]))
-        else:
-            reach = [size[i] + 2 * front[i] - dilation[i] * (kernel[i] - 1) - 1 for i in (0, 1)]
-            out = (reach[0] // stride[0] + 1, reach[1] // stride[1] + 1)
-    padding = _sides(front, size, out, kernel, stride, dilation)
+    if out is None and front is not None:
+        padding = (front[1], front[1], front[0], front[0])
+    else:
+        out = out or (-(-size[0] // stride[0]), -(-size[1] // stride[1]))
+        padding = _sides(front, size, out, kernel, stride, dilation)
     weight = getattr(module, "weight", None)
     if weight is None or (kernel == stride and not any(padding)):
         places = torch.full(kernel, 1 / (kernel[0] * kernel[1]), device=shares.device)

@@ -1,18 +1,9 @@
 """Shares through fused attention: A·r without the attention matrix.
 
 `attend` does what `scaled_dot_product_attention` does and also returns the mean over heads of A·r (equation 9 of
-TL-Align), A being the softmax before dropout. Two ways, same numbers:
-
-widened: r rides along as one more column of V (zeros in q and k, same scale). Only the forward kernel sees that column.
-    The backward kernel gets q, k, v, the output and the log-sum-exp as the plain kernel would have left them, so the
-    gradients are the plain ones, bit for bit. On the CPU's flash kernel: a quarter of a second forward call.
-again: a second call without gradient whose V holds only r. It leaves the model's own call alone, works with any mask,
-    dropout, bias and device, and costs the QKᵀ half of a forward call (CUDA), or a whole one (CPU: its kernel wants V
-    as wide as Q).
-
-Taken: widened on the CPU without mask and dropout; again elsewhere. On CUDA a 65th column would make the flash kernel
-run its 96-wide variant, which costs as much as asking again; with V 8 columns wide the second call goes to the
-memory-efficient kernel.
+TL-Align), A being the softmax before dropout. Two ways, same numbers: on the CPU without mask and dropout r is one more
+column of V in the forward kernel (`_Widened`); elsewhere a second call without gradient has a V that holds only r. What
+they cost, and why each is taken where it is: docs/alignment.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Which layer mixes tokens, and how: the one place that knows. Anything not listed here is an error that names it.
 
 To support another layer, add its class to RULES (it mixes tokens: give the rule), CONTAINERS (it only runs its
-children one after the other) or TOKENWISE (it treats every token alike). A class counts for its subclasses. For a
-layer outside of this package: `everytoken.models.align.RULES["your.module.Layer"] = rule`, where rule(module,
-builder, name) attaches hooks by `builder.before` and `builder.after` (see `attention` and `convolution` for
-examples).
+children one after the other) or TOKENWISE (it treats every token alike). A class counts for its subclasses. How to do
+that outside of this package, and what a rule is: docs/alignment.md.
 A patch embedding that is not listed cuts patches that touch, or is taken as if it did: a token starts with the mean
 of its patch. One that is listed is followed from the pixels.
 """
@@ -23,7 +21,9 @@ from everytoken.models.align.attention import (
     conv_attention,
     huggingface_window,
     local_interaction,
+    outlook_attention,
     patch_merging,
+    pooling_block,
     self_attention,
     stage_embedding,
     talking_heads,
@@ -130,16 +130,20 @@ RULES: dict[str, Rule] = {
     "timm.models.eva.EvaAttention": self_attention,
     "timm.models.cait.TalkingHeadAttn": talking_heads,
     "timm.models.cait.ClassAttn": self_attention,
+    "timm.models.volo.Attention": self_attention,
+    "timm.models.volo.ClassAttention": self_attention,
     "timm.models.convit.GPSA": self_attention,
     "timm.models.convit.MHSA": self_attention,
     "timm.models.xcit.XCA": channel_attention,
     "timm.models.xcit.LPI": local_interaction,
-    # embeddings that attend
+    # embeddings that attend, attention over convolved tokens
     "everytoken.models.t2t_vit.TokensToToken": tokens_to_token,
-    # attention over convolved tokens
     "everytoken.models.cvt.ConvAttention": conv_attention,
     "everytoken.models.cvt.ConvEmbed": stage_embedding,
+    "timm.models.volo.Downsample": stage_embedding,
+    "timm.models.mvitv2.MultiScaleBlock": pooling_block,
     # attention in windows
+    "timm.models.volo.OutlookAttention": outlook_attention,
     "timm.models.swin_transformer.SwinTransformerBlock": window_block(),
     "timm.models.swin_transformer_v2.SwinTransformerV2Block": window_block(),
     "timm.models.swin_transformer.PatchMerging": patch_merging,
@@ -188,58 +192,47 @@ RULES: dict[str, Rule] = {
 
 # Run their children one after the other; residual connections around attention are part of the attention's rule.
 CONTAINERS: set[str] = {
-    "torch.nn.modules.container.Sequential",
-    "torch.nn.modules.container.ModuleList",
-    "timm.layers.conv_bn_act.ConvNormAct",
-    "timm.models.vision_transformer.VisionTransformer",
-    "timm.models.vision_transformer.Block",
-    "timm.models.vision_transformer.ResPostBlock",
-    "timm.models.vision_transformer_relpos.VisionTransformerRelPos",
-    "timm.models.vision_transformer_relpos.RelPosBlock",
-    "timm.models.vision_transformer_relpos.ResPostRelPosBlock",
-    "timm.models.beit.Beit",
-    "timm.models.beit.Block",
-    "timm.models.eva.Eva",
-    "timm.models.eva.EvaBlock",
-    "timm.models.eva.EvaBlockPostNorm",
-    "timm.models.cait.Cait",
-    "timm.models.cait.LayerScaleBlock",
-    "timm.models.cait.LayerScaleBlockClassAttn",
-    "timm.models.convit.ConVit",
-    "timm.models.convit.Block",
-    "timm.models.xcit.Xcit",
-    "timm.models.xcit.XCABlock",
-    "timm.models.xcit.ClassAttentionBlock",
-    "timm.models.xcit.ConvPatchEmbed",
-    "everytoken.models.lvvit.ConvStem",
-    "everytoken.models.cvt.CvT",
-    "everytoken.models.cvt.CvTStage",
-    "everytoken.models.cvt.CvTBlock",
-    "timm.models.swin_transformer.SwinTransformer",
-    "timm.models.swin_transformer.SwinTransformerStage",
-    "timm.models.swin_transformer_v2.SwinTransformerV2",
-    "timm.models.swin_transformer_v2.SwinTransformerV2Stage",
-    "timm.models.mlp_mixer.MlpMixer",
-    "timm.models.convnext.ConvNeXt",
-    "timm.models.convnext.ConvNeXtStage",
-    "timm.models.convnext.Downsample",
-    "timm.models.resnet.ResNet",
-    "timm.models.regnet.RegNet",
-    "timm.models.regnet.RegStage",
-    "timm.models.convmixer.ConvMixer",
-    "timm.models.efficientnet.EfficientNet",
-    "timm.models.mobilenetv3.MobileNetV3",
-    "torchvision.models.vision_transformer.VisionTransformer",
-    "torchvision.models.vision_transformer.Encoder",
-    "torchvision.models.vision_transformer.EncoderBlock",
-    "torchvision.models.swin_transformer.SwinTransformer",
-    *(
-        f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}{part}"
-        for name in ("ViT", "DeiT", "Dinov2", "Swin")
-        for part in ("ForImageClassification", "Embeddings", "Encoder")
-    ),
-    "transformers.models.deit.modeling_deit.DeiTForImageClassificationWithTeacher",
-    "transformers.models.swin.modeling_swin.SwinStage",
+    f"{module}.{name}"
+    for module, names in {
+        "torch.nn.modules.container": ["Sequential", "ModuleList"],
+        "timm.layers.conv_bn_act": ["ConvNormAct"],
+        "timm.models.vision_transformer": ["VisionTransformer", "Block", "ResPostBlock"],
+        "timm.models.vision_transformer_relpos": ["VisionTransformerRelPos", "RelPosBlock", "ResPostRelPosBlock"],
+        "timm.models.beit": ["Beit", "Block"],
+        "timm.models.eva": ["Eva", "EvaBlock", "EvaBlockPostNorm"],
+        "timm.models.cait": ["Cait", "LayerScaleBlock", "LayerScaleBlockClassAttn"],
+        "timm.models.convit": ["ConVit", "Block"],
+        "timm.models.xcit": ["Xcit", "XCABlock", "ClassAttentionBlock", "ConvPatchEmbed"],
+        "timm.models.volo": ["VOLO", "PatchEmbed", "Outlooker", "Transformer", "ClassBlock"],
+        "timm.models.mvitv2": ["MultiScaleVit", "PatchEmbed", "MultiScaleVitStage"],
+        "everytoken.models.lvvit": ["ConvStem"],
+        "everytoken.models.cvt": ["CvT", "CvTStage", "CvTBlock"],
+        "timm.models.swin_transformer": ["SwinTransformer", "SwinTransformerStage"],
+        "timm.models.swin_transformer_v2": ["SwinTransformerV2", "SwinTransformerV2Stage"],
+        "timm.models.mlp_mixer": ["MlpMixer"],
+        "timm.models.convnext": ["ConvNeXt", "ConvNeXtStage", "Downsample"],
+        "timm.models.resnet": ["ResNet"],
+        "timm.models.regnet": ["RegNet", "RegStage"],
+        "timm.models.convmixer": ["ConvMixer"],
+        "timm.models.efficientnet": ["EfficientNet"],
+        "timm.models.mobilenetv3": ["MobileNetV3"],
+        "torchvision.models.vision_transformer": ["VisionTransformer", "Encoder", "EncoderBlock"],
+        "torchvision.models.swin_transformer": ["SwinTransformer"],
+        **{
+            f"transformers.models.{name.lower()}.modeling_{name.lower()}": [
+                f"{name}{part}"
+                for part in (
+                    "ForImageClassification",
+                    "ForImageClassificationWithTeacher",
+                    "Embeddings",
+                    "Encoder",
+                    "Stage",
+                )
+            ]
+            for name in ("ViT", "DeiT", "Dinov2", "Swin")
+        },
+    }.items()
+    for name in names
 }
 
 # Treat every token (place) alike, or scale channels of a whole image: classes, or whole modules when they end in a dot.

@@ -32,7 +32,8 @@ class ShareState:
         in_attention: a layer that is known to attend is running.
         keys: [B', N, C], the shares that this layer mixes; None if it does not count. C is 2 where some keys belong to
             no image: shares, 0 for those, and which keys count (`normalised`).
-        mixed: [B', M, C], what its attention made of them.
+        mixed: [B', M, C], what its fused attention made of them.
+        matrix: [B', heads, M, N], its attention matrix, if it makes one.
         projected: keys, queries and values of the performer that is running.
         window: (window, shift, whether it pads before it shifts) of the window block that is running.
         residuals: inputs of the residual blocks that are running, the innermost last.
@@ -59,6 +60,7 @@ class ShareState:
         self.in_attention = False
         self.keys: Tensor | None = None
         self.mixed: Tensor | None = None
+        self.matrix: Tensor | None = None
         self.projected: Tensor | None = None
         self.window: tuple[Pair, Pair, bool] | None = None
         self.residuals: list[Tensor] = []
