@@ -30,6 +30,6 @@ def test_a_tenth_of_each_class_of_attack_holds(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     *classes, total = json.loads(table.read_text())
-    assert len(classes) == 13
+    assert len(classes) == 14
     assert min(row["tried"] for row in classes) > 0
     assert total["tried"] == total["held"]
