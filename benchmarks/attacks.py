@@ -451,6 +451,76 @@ def descriptions(world: World) -> Iterator[Trial]:
             yield f"{name} {str(value)[:20]}", partial(call, {name: value}, next(which))
 
 
+def programs(world: World) -> Iterator[Trial]:
+    """10: ONNX files with a wrong bit, other shapes, loops, other answers."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    from everytoken_lab.models.onnx import sealed
+
+    out = world.new("program")
+    command("export", str(world.run), "--to", "onnx", "--out", str(out), codes=(0,))
+    content, rng = (out / "model.onnx").read_bytes(), random.Random(0)
+    metadata = {p.key: p.value for p in onnx.load_from_string(content).metadata_props}
+
+    def call(data: bytes) -> bool:
+        path = world.new("bad").with_suffix(".onnx")
+        path.write_bytes(data)
+        command("predict", str(path), world.image, "-j", "0", codes=(2,))
+        return True
+
+    def model(shape: list[Any], logits: list[Any], nodes: list[Any], *more: Any) -> bytes:
+        values = [
+            helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in (("images", shape), ("logits", logits))
+        ]
+        graph = helper.make_graph(nodes, "g", values[:1], values[1:], list(more))
+        program = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        helper.set_model_props(program, {k: v for k, v in metadata.items() if k != "sha256"})
+        return sealed(program.SerializeToString())
+
+    for i in range(30):
+        yield f"a wrong bit ({i})", partial(call, flipped(content, rng))
+    yield "half of it", partial(call, content[: len(content) // 2])
+    yield "something behind it", partial(call, content + b"\0")
+    yield "nothing", partial(call, b"")
+    mean = helper.make_node("ReduceMean", ["images"], ["logits"], axes=[2, 3], keepdims=0)
+    for shape, logits in (
+        (["b", 3, "h", "w"], ["b", 3]),
+        (["b", 3], ["b", 3]),
+        (["b", 1, 32, 32], ["b", 3]),
+        ([1, 3, 32, 32], [1, 3]),
+        (["b", 3, 32, 32], ["b", 10**9]),
+        (["b", 3, 64, 32], ["b", 7]),
+    ):
+        with suppress(Exception):  # what onnx itself does not make
+            data = model(shape, logits, [mean])
+            good = (shape, logits) == ([1, 3, 32, 32], [1, 3])  # which answers for one image as it says
+            yield f"images {shape}, logits {logits}", (lambda: True) if good else partial(call, data)
+    nan = helper.make_node("Log", ["minus"], ["logits"])
+    square = helper.make_node("Neg", ["mean"], ["minus"])
+    mean = helper.make_node("ReduceMean", ["images"], ["mean"], axes=[2, 3], keepdims=0)
+    one = helper.make_tensor("one", TensorProto.INT64, [1], [1])
+    first = helper.make_node("Gather", ["mean", "one"], ["logits"], axis=0)
+    yield "another number of answers", partial(call, model(["b", 3, 32, 32], ["b", 3], [mean, first], one))
+    del nan, square
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["c"], ["d"])],
+        "body",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, []),
+            helper.make_tensor_value_info("c", TensorProto.BOOL, []),
+        ],
+        [helper.make_tensor_value_info("d", TensorProto.BOOL, [])],
+    )
+    loop = helper.make_node("Loop", ["trips", "yes"], [], body=body)
+    more = [
+        helper.make_tensor("trips", TensorProto.INT64, [], [1 << 62]),
+        helper.make_tensor("yes", TensorProto.BOOL, [], [1]),
+    ]
+    mean = helper.make_node("ReduceMean", ["images"], ["logits"], axes=[2, 3], keepdims=0)
+    yield "a loop of 2^62", partial(call, model(["b", 3, 32, 32], ["b", 3], [loop, mean], *more))
+
+
 def numbers(world: World) -> Iterator[Trial]:
     """11: numbers that are none, in weights, descriptions and settings; no answer is "nan %"."""
     tensors = load_file(world.run / "best.safetensors")
@@ -695,6 +765,7 @@ CLASSES: dict[str, Callable[[World], Iterator[Trial]]] = {
     "YAML and tar bombs": bombs,
     "special files": special_files,
     "oversized weights": descriptions,
+    "ONNX files": programs,
     "no numbers": numbers,
     "processes, names": processes,
     "servers": servers,

@@ -565,7 +565,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         default="attacks,fuzz,kills,disks,scarce",
-        help="parts; kills:detect is one command, attacks:tar+weights the classes with these words",
+        help="parts; kills:detect is one command, attacks:tar+ONNX the classes with these words",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", default="", help="also write the table here")

@@ -14,9 +14,10 @@ from timm.data import create_transform, resolve_model_data_config
 
 import everytoken_lab as lab
 from everytoken.errors import EverytokenError, MissingExtraError
+from everytoken_lab.cli import main
 from everytoken_lab.evaluation import exporting
 from everytoken_lab.models.description import Description
-from everytoken_lab.models.onnx import open_session
+from everytoken_lab.models.onnx import OnnxModel, open_session, sealed
 from everytoken_lab.models.open import open_model
 
 NAMES = ("ants", "bees", "wasps & co")
@@ -117,25 +118,74 @@ def program(data, tmp_path_factory):
     return folder, lab.export(folder, to=("onnx", "timm"), cells=True)
 
 
-def test_an_onnx_file_answers_like_the_run(program):
+def test_an_onnx_file_answers_like_the_run(program, data, capsys):
     folder, result = program
     assert result.folder == folder / "export"
     assert max(result.differences.values()) < 1e-4
+    words = ["predict", "--json", "--device", "cpu", "-j", "0", "--no-calibrate", "--locate", "-b", "5"]
+    rows = []
+    for source in (folder, result.folder / "model.onnx"):
+        assert main([*words, str(source), str(data / "val")]) == 0
+        rows.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    for own, other in zip(*rows, strict=True):
+        assert own["classes"] == pytest.approx(other["classes"], abs=1e-4)
+    loaded = lab.load(result.folder / "model.onnx")
+    assert loaded.info.mean == SEEN["mean"]
+    assert loaded.class_names == NAMES
+    evaluated = loaded.evaluate(data, workers=0, device="cpu")
+    assert evaluated.numbers["images"] == 12
+
     images = torch.randn(3, 3, 48, 48)
     session = open_session((result.folder / "model.onnx").read_bytes())
     logits, cells = map(torch.from_numpy, session.run(["logits", "cells"], {"images": images.numpy()}))
-    about = session.get_modelmeta().custom_metadata_map
-    assert json.loads(about["classes"]) == list(NAMES)
-    assert json.loads(about["preprocessing"])["mean"] == list(SEEN["mean"])
     view = open_model(folder).model(images)
     torch.testing.assert_close(logits, view.voted(0.5), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(cells, view.token_logits, atol=1e-4, rtol=1e-4)
     assert "import everytoken" in (result.folder / "README.md").read_text()
 
 
-def test_files_of_an_earlier_export_are_not_mixed_with_new_ones(program):
+def test_what_a_program_cannot_do_is_said(program, data, tmp_path):
+    _, result = program
+    onnx = result.folder / "model.onnx"
+    with pytest.raises(EverytokenError, match="48 x 48"):
+        open_model(onnx, img_size=64)
+    with pytest.raises(EverytokenError, match="gradients"):
+        lab.explain(onnx, next((data / "val" / NAMES[0]).iterdir()))
+    with pytest.raises(EverytokenError, match="exported program"):
+        lab.export(onnx, tmp_path)
+    (tmp_path / "bad.onnx").write_bytes(b"no program")
+    with pytest.raises(EverytokenError, match=r"bad\.onnx"):
+        open_model(tmp_path / "bad.onnx")
     with pytest.raises(EverytokenError, match="earlier export"):
-        lab.export(program[0], program[1].folder, to="onnx")
+        lab.export(program[0], result.folder, to="onnx")
+
+
+def test_a_program_with_a_wrong_bit_is_refused(program, tmp_path):
+    content = (program[1].folder / "model.onnx").read_bytes()
+    for at in (8, len(content) // 3, len(content) // 2, len(content) - 70, len(content) - 1):
+        wrong = bytearray(content)
+        wrong[at] ^= 16
+        (tmp_path / "model.onnx").write_bytes(wrong)
+        with pytest.raises(EverytokenError, match=r"model\.onnx is damaged"):
+            open_model(tmp_path / "model.onnx")
+
+
+def test_a_program_says_its_shapes_and_keeps_to_them(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    node = onnx.helper.make_node("ReduceMean", ["images"], ["logits"], axes=[2, 3], keepdims=0)
+    for shape, logits, words in (
+        (["b", 3, "h", "w"], ["b", 3], "other shapes"),
+        (["b", 3, 8, 8], ["b", 10**9], "other shapes"),
+        ([1, 3, 8, 8], [1, 3], "cannot be run"),
+    ):
+        kind = onnx.TensorProto.FLOAT
+        places = [onnx.helper.make_tensor_value_info(n, kind, s) for n, s in (("images", shape), ("logits", logits))]
+        graph = onnx.helper.make_graph([node], "g", places[:1], places[1:])
+        made = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+        (tmp_path / "a.onnx").write_bytes(sealed(made.SerializeToString()))
+        with pytest.raises(EverytokenError, match=words):
+            OnnxModel(tmp_path / "a.onnx")(torch.zeros(2, 3, 8, 8))
 
 
 def test_what_a_killed_export_left_is_removed(vit, tmp_path):

@@ -24,7 +24,7 @@ except ImportError:
 
 T = TypeVar("T")
 _SOURCES = (
-    "A run folder, a weights file, an exported folder, timm:NAME (pretrained weights), "
+    "A run folder, a weights file, an exported folder or .onnx file, timm:NAME (pretrained weights), "
     "hf-hub:USER/NAME or registry:efficientnet_lite0."
 )
 Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help=_SOURCES)]

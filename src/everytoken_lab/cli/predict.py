@@ -25,6 +25,7 @@ class PredictCommand(PredictOptions):
         everytoken predict runs/small photo.jpg
         everytoken predict runs/small new-photos --out predictions.csv --sure 0.95
         everytoken predict runs/small new-photos --json --locate --pictures located
+        everytoken predict exported/model.onnx new-photos
         everytoken predict timm:deit_tiny_patch16_224 photo.jpg --top 3
     """
 

@@ -3,7 +3,7 @@
 | format | files | opened by |
 |---|---|---|
 | timm, hf | model.safetensors, config.json | `timm.create_model("local-dir:FOLDER", pretrained=True)`, the Hub |
-| onnx | model.onnx | onnxruntime and everything else that reads ONNX |
+| onnx | model.onnx | onnxruntime and everything else that reads ONNX; `everytoken predict FOLDER/model.onnx` |
 
 Every file is compared with the model on images before it takes its place. Class names, preprocessing and calibration
 are in config.json and in the metadata of model.safetensors and model.onnx; README.md is the model card.
@@ -39,7 +39,7 @@ from everytoken_lab.evaluation.card import model_card, preprocessing
 from everytoken_lab.evaluation.run import network_inputs, open_with
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.models.description import Description, timm_config, token_head_file
-from everytoken_lab.models.onnx import export_onnx, open_session
+from everytoken_lab.models.onnx import OnnxModel, export_onnx, open_session, sealed
 from everytoken_lab.models.open import OpenModel
 
 CHECKED_ON = 8  # images
@@ -96,6 +96,8 @@ def export(source: str | Path | OpenModel, out: str | Path | None = None, **sett
         model=options.model, weights=options.weights, img_size=options.img_size, workers=0, device="cpu"
     )
     opened = open_with(source, how)
+    if isinstance(opened.model, OnnxModel):
+        raise EverytokenError(f"{opened.source} is an exported program; export the weights that it was made from.")
     path = Path(opened.source)
     run = run_of(path) if path.is_file() else None
     name = path.stem if path.is_file() else re.split("[:/]", opened.source)[-1]
@@ -190,7 +192,7 @@ def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) ->
             "temperature": str(1.0 if info.calibration is None else info.calibration.temperature),
         },
     )
-    content = program.SerializeToString()
+    content = sealed(program.SerializeToString())
     session = open_session(content)
 
     def answer(x: Tensor) -> tuple[Tensor, ...]:

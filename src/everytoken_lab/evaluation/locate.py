@@ -31,6 +31,7 @@ from everytoken.errors import EverytokenError
 from everytoken.models.token_model import TokenModel, probe
 from everytoken_lab.classes import shown_name
 from everytoken_lab.data.augment import EvalTransform, eval_view
+from everytoken_lab.models.onnx import OnnxModel
 from everytoken_lab.models.open import OpenModel
 
 ALIKE = 5  # classes that are counted, at most
@@ -108,7 +109,7 @@ class Locator:
     def _look(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One pass: logits of the cells [B, h, w, C], a first guess where an object is [B, h, w], tokens [B, h, w, D].
 
-        The logits stand for the tokens of networks whose stages cannot be looked into.
+        The logits stand for the tokens of networks whose stages cannot be looked into, such as ONNX files.
         """
         model = self.opened.model
         stages = [info["module"] for info in getattr(model.backbone, "feature_info", None) or ()]
@@ -169,6 +170,8 @@ class Locator:
 
 def _takes(model: TokenModel, size: tuple[int, int]) -> bool:
     """Whether a network can look at images of another (height, width)."""
+    if isinstance(model, OnnxModel):
+        return model.size == size
     try:
         probe(model, size)
     except (AssertionError, IndexError, RuntimeError, ValueError, EverytokenError):  # timm's ways to refuse

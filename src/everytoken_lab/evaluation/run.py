@@ -40,7 +40,7 @@ from everytoken_lab.engine.held_out import open_part
 from everytoken_lab.evaluation import EvalOptions, InferenceOptions, Progress
 from everytoken_lab.evaluation.calibrated import NOT_FINITE
 from everytoken_lab.models.description import Description
-from everytoken_lab.models.onnx import faster
+from everytoken_lab.models.onnx import OnnxModel, faster
 from everytoken_lab.models.open import OpenModel, open_model
 from everytoken_lab.stats import Estimate
 
@@ -119,7 +119,7 @@ class Voter(nn.Module):
     def accelerated(self, example: Tensor) -> Callable[[Tensor], Tensor]:
         """The same by ONNX Runtime, for convolutional networks. Made once: the weights must not change."""
         layers = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
-        if layers < CONVOLUTIONS:
+        if isinstance(self.model, OnnxModel) or layers < CONVOLUTIONS:
             return self
         if not self._faster:
             self._faster.append(faster(self, example))

@@ -75,6 +75,8 @@ class ExplainedModel:
 def open_explained(source: str | Path | OpenModel, options: InferenceOptions) -> ExplainedModel:
     """The model that `source` names, or a loaded one."""
     opened = open_with(source, options)
+    if not hasattr(opened.model.backbone, "forward_features"):
+        raise EverytokenError(f"{opened.source} has no gradients: explain the run that it was exported from.")
     if not options.img_size:
         opened, _ = calibrated(opened, options)
     path = Path(opened.source)
@@ -95,7 +97,7 @@ def explain(
         >>> lab.explain("runs/first", "cat.jpg").cards[0].show()
 
     Args:
-        source: as for `load`, or a loaded model.
+        source: as for `load`, or a loaded model; not an .onnx file.
         images: image files.
         out: folder for the pictures and explain.json; None: write nothing.
         settings: fields of `ExplainOptions`.

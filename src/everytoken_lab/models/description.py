@@ -181,10 +181,15 @@ def read_metadata(path: Path, key: str) -> Any:
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(key)
-        return None if text is None else json.loads(text)
+            return parse_metadata(file.metadata() or {}, key, path)
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def parse_metadata(metadata: Mapping[str, str], key: str, path: Path) -> Any:
+    """What the metadata of a weights file say under `key`; None where they say nothing."""
+    try:
+        return json.loads(metadata[key]) if key in metadata else None
     except (ValueError, RecursionError) as error:
         raise schema.SchemaError(f"{path}: its description is not valid JSON ({error}).") from error
 

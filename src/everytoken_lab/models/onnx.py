@@ -1,4 +1,4 @@
-"""ONNX: networks written to it and run by ONNX Runtime.
+"""ONNX: networks written to it, run by ONNX Runtime, and files that `export` wrote opened like any other token model.
 
     forward = faster(module, images)      # images: an example batch
     logits = forward(images)              # the same as module(images), within 1e-3
@@ -9,21 +9,27 @@ On the CPU, convolutional networks run two to four times as fast as in PyTorch's
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import io
 import logging
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from everytoken.errors import need, no_telemetry
+from everytoken.errors import EverytokenError, need, no_telemetry
+from everytoken.files import read_bytes
+from everytoken.mixing.mix import Mix
+from everytoken.models.token_model import TokenModel, TokenView
 
 log = logging.getLogger(__name__)
 _TOLERANCE = 1e-3  # of the largest logit
+_LARGEST = 1 << 20  # side of an image, or number of classes
 
 
 def faster(module: nn.Module, example: Tensor) -> Callable[[Tensor], Tensor]:
@@ -57,7 +63,7 @@ def open_session(model: bytes | str) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # what is wrong is raised
+    options.log_severity_level = 4  # it prints names that are in the file; what is wrong is raised
     return onnxruntime.InferenceSession(model, options, ["CPUExecutionProvider"])
 
 
@@ -84,3 +90,83 @@ def export_onnx(module: nn.Module, example: Tensor, outputs: Sequence[str] = ("l
             for part, training in modes.items():
                 part.training = training
     return bytes(content.getvalue())
+
+
+def sealed(program: bytes) -> bytes:
+    """An ONNX file with one more entry of metadata at its end, the SHA-256 of what is before it."""
+    entry = b"\n\x06sha256\x12\x40" + hashlib.sha256(program).hexdigest().encode()  # StringStringEntryProto
+    return program + bytes((14 << 3 | 2, len(entry))) + entry  # field 14 of ModelProto is repeated
+
+
+def read_sealed(path: Path) -> bytes:
+    """An ONNX file of `export`, if it is as it was written. One with a loop, which might not end, was not."""
+    content = read_bytes(path)
+    if content != sealed(content[: -len(sealed(b""))]):
+        raise EverytokenError(f"{path} is damaged, or `everytoken export` did not write it. Export it again.")
+    if b"\x22\x04Loop" in content or b"\x22\x04Scan" in content:  # op_type, field 4 of NodeProto
+        raise EverytokenError(f"{path} has loops, which no model has that everytoken exports.")
+    return content
+
+
+class OnnxModel(TokenModel):
+    """An ONNX file with the calls of a `TokenModel`.
+
+    Attributes:
+        metadata: of the file.
+        size: (height, width) of its input.
+        num_classes: outputs of its class head.
+    """
+
+    def __init__(self, path: Path) -> None:
+        nn.Module.__init__(self)
+        try:
+            self.session = open_session(read_sealed(path))
+        except EverytokenError:  # it is not installed
+            raise
+        except Exception as error:  # onnxruntime's errors have no common class
+            raise EverytokenError(f"{path} is not a readable ONNX file: {str(error).splitlines()[0]}") from error
+        self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)
+        shapes = {value.name: value.shape for value in (*self.session.get_inputs(), *self.session.get_outputs())}
+        if not {"images", "logits"} <= set(shapes):
+            raise EverytokenError(
+                f"{path} was not exported by everytoken: it has {', '.join(shapes)} instead of images and logits."
+            )
+        self.source = str(path)
+        self.outputs = [name for name in ("logits", "cells") if name in shapes]
+        sides = [*shapes["images"][1:], *shapes["logits"][1:]]
+        if not all(isinstance(side, int) and 0 < side <= _LARGEST for side in sides) or len(sides) != 4:
+            raise EverytokenError(f"{path} was not exported by everytoken: its images or logits have other shapes.")
+        self.size, self.num_classes = (sides[1], sides[2]), sides[3]
+        self.backbone = nn.Identity()
+        self.token_head, self.aligner, self.uses_own_head = None, None, False
+        self.empty = nn.Parameter(torch.empty(0), requires_grad=False)  # says which device images should be on
+
+    def forward(self, images: Tensor, mix: Mix | None = None) -> TokenView:
+        """Images [B, 3, H, W] -> TokenView without token features."""
+        logits, *cells = self._run(images)
+        height, width = cells[0].shape[1:3] if cells else (0, 0)
+        return TokenView(
+            logits, images.new_zeros(len(images), height, width, 0), token_logits=cells[0] if cells else None
+        )
+
+    def class_and_cell_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """See `TokenModel.class_and_cell_logits`."""
+        if "cells" not in self.outputs:
+            raise EverytokenError(f"{self.source} answers for whole images only. Export it with cells=True.")
+        logits, cells = self._run(images)
+        return logits, cells
+
+    def cell_logits(self, images: Tensor) -> Tensor:
+        """See `TokenModel.cell_logits`."""
+        return self.class_and_cell_logits(images)[1]
+
+    def _run(self, images: Tensor) -> list[Tensor]:
+        try:
+            arrays = self.session.run(self.outputs, {"images": images.detach().float().cpu().numpy()})
+            tensors = [torch.from_numpy(array).to(images.device) for array in arrays]
+        except Exception as error:  # onnxruntime's errors have no common class
+            raise EverytokenError(f"{self.source} cannot be run: {' '.join(str(error).split())[:200]}") from error
+        ranks = [tensor.ndim for tensor in tensors]
+        if tensors[0].shape != (len(images), self.num_classes) or ranks != [2, 4][: len(ranks)]:
+            raise EverytokenError(f"{self.source} answers with other shapes than it says. Export it again.")
+        return tensors

@@ -3,7 +3,7 @@
 | text | weights |
 |---|---|
 | a run folder | its best weights, else those of its newest checkpoint |
-| a weights file, or a folder of `export` | for files from elsewhere, name the architecture |
+| a weights file, a folder or `.onnx` file of `export` | for files from elsewhere, name the architecture |
 | `timm:NAME`, `timm:NAME.TAG` | timm's pretrained weights, or with `weights` those of a file |
 | `hf-hub:USER/NAME`, `local-dir:FOLDER` | a timm model on the Hugging Face hub, or in a folder of the same form |
 | `registry:efficientnet_lite0`, `1`, `2` | ImageNet weights from the package index, without any hub |
@@ -53,6 +53,7 @@ from everytoken_lab.models.description import (
     describe,
     described,
     integers,
+    parse_metadata,
     read_metadata,
     tensor_shapes,
     token_head_file,
@@ -157,10 +158,13 @@ def open_model(
             raise EverytokenError(f"weights go with timm:NAME; {name!r} brings its own.")
         name, architecture = weights, name.removeprefix("timm:")
     path = None if name.startswith(PUBLISHED) else find_weights(name)
-    found = open_weights(path or name, architecture)
-    if weights and found.own and found.info.architecture != architecture.partition(".")[0]:
-        raise WeightsError(f"{path} holds a {found.info.architecture}, not a {architecture}")
-    opened = _open_weights(found, size)
+    if path is not None and path.suffix == ".onnx":
+        opened = _open_onnx(path, size)
+    else:
+        found = open_weights(path or name, architecture)
+        if weights and found.own and found.info.architecture != architecture.partition(".")[0]:
+            raise WeightsError(f"{path} holds a {found.info.architecture}, not a {architecture}")
+        opened = _open_weights(found, size)
     opened.model.eval()
     return opened
 
@@ -196,6 +200,19 @@ def _open_weights(weights: Weights, size: tuple[int, int] | None) -> OpenModel:
             raise WeightsError(f"the token head of {source} should be in {head.name} beside it, which is missing")
         load_weights(model.token_head, head)
     return OpenModel(model, info, source, weights.classes, report)
+
+
+def _open_onnx(path: Path, size: tuple[int, int] | None) -> OpenModel:
+    from everytoken_lab.models.onnx import OnnxModel
+
+    model = OnnxModel(path)
+    values = parse_metadata(model.metadata, DESCRIPTION, path)
+    if values is None:
+        raise WeightsError(f"{path} does not say how images are prepared for it: everytoken did not export it.")
+    info = Description.from_values(values, str(path))
+    if size not in (None, model.size):
+        raise EverytokenError(f"{path} takes images of {model.size[1]} x {model.size[0]} pixels only (img_size).")
+    return OpenModel(model, info, str(path), _named_classes(model.num_classes, info.class_names, str(path)))
 
 
 def with_own_head(backbone: nn.Module, info: Description | None) -> TokenModel:
@@ -284,6 +301,13 @@ def open_weights(source: str | Path, architecture: str = "") -> Weights:
 def source_of(text: str) -> str:
     """What a name of weights means for `open_model`: a plain timm name, with or without a tag, is timm:NAME."""
     return f"timm:{text}" if timm.is_model(text.partition(".")[0]) and not Path(text).exists() else text
+
+
+def _named_classes(count: int, names: Sequence[str], source: str) -> ClassList:
+    """The classes of a head with `count` outputs, which may be more than the data had classes."""
+    if len(names) > count:
+        raise EverytokenError(f"{source} has {count} outputs, but names {len(names)} classes.")
+    return ClassList(count, (*names, *(f"class {number}" for number in range(len(names), count))) if names else ())
 
 
 # timm and the Hub
@@ -449,12 +473,15 @@ def _seconds_of_random_weights(name: str, size: int) -> float:
 
 
 def find_weights(source: str | Path) -> Path:
-    """The weights file that a path means: itself; for a run folder its best weights, else the newest checkpoint's."""
+    """The weights file that a path means: itself; for a run folder its best weights, else the newest checkpoint's.
+
+    For the folder of an exported model, its weights, else the ONNX file.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         steps = [p for p in path.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
         trained = [folder / name for folder in (path, *sorted(steps, reverse=True)) for name in _WEIGHTS]
-        for candidate in (path / "best.safetensors", *trained):
+        for candidate in (path / "best.safetensors", *trained, path / "model.onnx"):
             if candidate.is_file():
                 return candidate
         if (path / "shards").is_dir():
@@ -474,11 +501,8 @@ def _file_weights(path: Path, architecture: str) -> Weights:
             info = Description.from_values(values["backbone"], source)
             return Weights(source, info, ClassList(0), lambda: _below(DENSE_PREFIX, read_weights(path)), own=True)
     if own := describe(path):
-        count, known = _check_tensors(path, own), own.class_names
-        if len(known) > count:
-            raise EverytokenError(f"{source} has {count} outputs, but names {len(known)} classes.")
-        more = tuple(f"class {number}" for number in range(len(known), count)) if known else ()  # than the data had
-        return Weights(source, own, ClassList(count, known + more), partial(read_weights, path), own=True)
+        classes = _named_classes(_check_tensors(path, own), own.class_names, source)
+        return Weights(source, own, classes, partial(read_weights, path), own=True)
     if not architecture:
         raise EverytokenError(f"{path} does not say which model it belongs to; name its architecture (model)")
     check_architecture(architecture)
