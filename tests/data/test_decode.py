@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import struct
+import zipfile
 import zlib
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image, ImageOps, features
 
 from everytoken import keyed
 from everytoken.errors import EverytokenError
+from everytoken_lab.data.archives import ArchiveReader
 from everytoken_lab.data.augment import AugmentOptions, EvalTransform, TrainTransform
 from everytoken_lab.data.decode import ImageError, Picture, read_header, to_rgb
 
@@ -303,6 +305,22 @@ def test_the_limit_of_pixels_can_be_set_for_all_processes(monkeypatch, tmp_path)
     (tmp_path / "a.png").write_bytes(data)
     with pytest.raises(ImageError, match="limit of 1000"):
         read_header(tmp_path / "a.png", "a.png")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/a.bmp", encode(photo((40, 30)), "BMP"))
+    reader = ArchiveReader([tmp_path / "a.zip"])
+    assert len(reader.read(0)) == 3654
+    monkeypatch.setenv("EVERYTOKEN_MAX_PIXELS", "900")
+    with pytest.raises(ImageError, match=r"a\.bmp: unpacks to 3,654 bytes.*EVERYTOKEN_MAX_PIXELS"):
+        reader.read(0)
     monkeypatch.setenv("EVERYTOKEN_MAX_PIXELS", "many")
     with pytest.raises(EverytokenError, match="'many'"):
         Picture(data)
+
+
+def test_a_zip_member_unpacks_to_what_its_directory_says_and_no_more(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/a.bmp", bytes(100_000))
+    raw = (tmp_path / "a.zip").read_bytes()
+    (tmp_path / "a.zip").write_bytes(raw.replace(struct.pack("<I", 100_000), struct.pack("<I", 50)))
+    with pytest.raises(ImageError, match="damaged"):
+        ArchiveReader([tmp_path / "a.zip"]).read(0)

@@ -215,7 +215,7 @@ def test_a_servers_error_is_told_as_one(bucket, monkeypatch):
 def test_wrong_bytes_do_not_stay_in_the_cache(bucket, tmp_path, caplog):
     address, whole = "memory://bucket/train-0000.tar", shard(0)
     fsspec.filesystem("memory").pipe_file("/bucket/train-0000.tar", b"\xff" * len(whole))
-    with pytest.raises(DataError, match="cannot be read as a tar archive"):
+    with pytest.raises(DataError, match="cannot be read as a zip or tar archive"):
         open_dataset(address)
     assert not cached(tmp_path)
     fsspec.filesystem("memory").pipe_file("/bucket/train-0000.tar", whole)

@@ -1,7 +1,7 @@
 """Files in folders and archives: the images of a split, wherever they lie.
 
 A `FileTree` is what lies below a folder or inside archives, or what a labels file or a list of files names.
-`find_split` finds that of a split: `train/` of a folder or tar, `train-*.tar`, rows of `labels.csv`, a list of files.
+`find_split` finds that of a split: `train/` of a folder or zip, `train-*.tar`, rows of `labels.csv`, a list of files.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ NAMED = "torchvision:"
 SUBSET = "subset:"
 CLASS_LISTS = {"imagenet100": "imagenet100.txt"}
 """Lists of classes in the package; ImageNet-100 is that of Contrastive Multiview Coding (Tian et al.) and of drloc."""
+_ARCHIVES = (".zip", ".tar")
 _log = logging.getLogger(__name__)
 
 
@@ -252,7 +253,7 @@ def list_files(folder: Path, wanted: Callable[[str], bool] = is_image) -> list[s
 
 
 def _folder_of_split(tree: FileTree, split: str) -> FileTree | None:
-    """The folder of a split, directly inside a tree or inside its only folder (data.tar with data/train/...)."""
+    """The folder of a split, directly inside a tree or inside its only folder (data.zip with data/train/...)."""
     folders = tree.folders()
     name = split_folder(folders, split)
     others = [folder for folder in folders if not any(split_folder([folder], other) for other in SPLITS)]
@@ -276,7 +277,7 @@ def _split_of_archives(archives: Sequence[Path | RemoteFile], split: str) -> Fil
 
 
 def _named_after(archives: Sequence[Path | RemoteFile], split: str) -> list[Path | RemoteFile]:
-    """Those whose name starts with the split's (train.tar, train-0001.tar, val_3.tar), by the first spelling used."""
+    """Those whose name starts with the split's (train.zip, train-0001.tar, val_3.tar), by the first spelling used."""
     spellings = SPLITS.get(split, (split,))
     found = ([file for file in archives if re.match(rf"{name}(?![a-z])", file.name.lower())] for name in spellings)
     return next(filter(None, found), [])
@@ -287,7 +288,7 @@ def _archives_in(folder: Path) -> list[Path | RemoteFile]:
     entries = [entry for entry in os.scandir(folder) if not hidden(entry.name)]
     if any(entry.is_dir() or is_image(entry.name) for entry in entries):
         return []
-    return [*sorted(folder / e.name for e in entries if e.is_file() and e.name.lower().endswith(".tar"))]
+    return [*sorted(folder / e.name for e in entries if e.is_file() and Path(e.name).suffix.lower() in _ARCHIVES)]
 
 
 def _archive_tree(archives: Sequence[Path | RemoteFile]) -> FileTree:
@@ -308,8 +309,8 @@ def _find_archives(spec: str) -> list[Path | RemoteFile]:
         return list(find_remote(tuple(_braces(spec))))
     path = Path(spec).expanduser()
     if path.is_file():
-        if not re.search(r"\.(tar|tgz|tbz2?|txz)\b", path.name.lower()):
-            raise DataError(f"{path} is a file; give the folder with the images, or a .tar file. Unpack others.")
+        if not re.search(r"\.(zip|tar|tgz|tbz2?|txz)\b", path.name.lower()):
+            raise DataError(f"{path} is a file; give the folder with the images, or a .zip or .tar file.")
         return [path]
     pieces = _braces(os.path.expanduser(spec))
     files = [file for piece in pieces for file in sorted(map(Path, glob.glob(piece))) if file.is_file()]
