@@ -3,8 +3,8 @@
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
-LINES = {"everytoken": 11_000, "everytoken_lab": 22_539}  # going to 19_500 in the lab
-FILES = 198  # going to 155
+LINES = {"everytoken": 11_000, "everytoken_lab": 21_830}  # going to 20_500 in the lab
+FILES = 184  # going to 155
 
 
 def test_the_packages_stay_within_their_budgets():
