@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from scipy import ndimage
 
+from everytoken_lab.schema import one_line
+
 # The first ten classes; these colours can be told apart on a photograph. Grey is for the rest.
 PALETTE = (
     *("#e6194b", "#3cb4ff", "#ffd21e", "#2fbf71", "#b15be3"),
@@ -138,7 +140,7 @@ def _name_area(picture: Image.Image, covered: NDArray[np.bool_], name: str) -> N
     if depth.max() < size:
         return
     y, x = np.unravel_index(depth.argmax(), depth.shape)
-    text, font = name.split(",")[0][:24], font_of(size, latin=name.isascii())
+    text, font = one_line(name.split(",")[0][:24]), font_of(size, latin=name.isascii())
     draw = ImageDraw.Draw(picture)
     half = draw.textlength(text, font=font) / 2 + 3
     left = min(max(float(x), half), max(half, picture.width - half))
@@ -222,9 +224,9 @@ def object_overlay(
     picture = _image(mixed.round())
     draw, font = ImageDraw.Draw(picture), font_of(max(13, max(picture.size) // 36), latin="".join(captions).isascii())
     scaled = (boxes * (max(picture.size) / max(pixels.shape[:2]))).tolist()
-    for (x0, y0, x1, y1), colour, text in reversed(list(zip(scaled, colours, captions, strict=True))):
+    for (x0, y0, x1, y1), colour, caption in reversed(list(zip(scaled, colours, captions, strict=True))):
         draw.rectangle((x0, y0, max(x1 - 1, x0), max(y1 - 1, y0)), outline=colour, width=width)
-        if not text:
+        if not (text := one_line(caption)):
             continue
         left, _, right, bottom = draw.textbbox((x0 + 5, 0), text, font=font)
         y = max(y0 - bottom - 4, 0)  # above the box, where there is room
@@ -258,7 +260,7 @@ def draw_text(
     middle: bool = False,
 ) -> None:
     """Text that is cut to ``width`` with an ellipsis at its end, or in its middle for paths."""
-    text = text.encode("utf-8", "replace").decode("utf-8")
+    text = one_line(text)
     font = font_of(size, latin=all(letter < "\u0250" or letter in "…·" for letter in text))
     cut, keep = text, len(text)
     while draw.textlength(cut, font=font) > width and keep > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
 from everytoken_lab import draw
@@ -214,6 +214,16 @@ def test_objects_have_the_colours_of_their_classes_with_contours_that_show_what_
         assert tuple(picture[(y0 + y1) // 2, x0 + 6]) == colour  # the contour
         inner = picture[(y0 + y1) // 2, (x0 + x1) // 2] - 128
         assert 0 < np.abs(inner).max() < 0.3 * np.abs(np.array(colour) - 128).max()
+
+
+def test_names_with_line_ends_and_bytes_that_are_no_unicode_are_drawn_in_one_line():
+    names = ["a\nb: 100 %", "a\rb\u202eevil", "caf\udce9"]
+    photo, classes = Image.new("RGB", (240, 80)), np.array([[0, 1, 2]])
+    draw.class_picture(photo, classes, np.ones((1, 3)), names.__getitem__, draw.ClassColours(names))
+    boxes = np.array([(0, 20, 60, 60), (80, 20, 140, 60), (160, 20, 220, 60)], np.float32)
+    draw.object_overlay(np.asarray(photo), boxes, names, [0, 1, 2])
+    for name in names:
+        draw.draw_text(ImageDraw.Draw(photo), (0, 0), name, 14, "white", 60)
 
 
 def test_large_areas_carry_the_name_of_their_class_and_the_photo_keeps_its_colours():
