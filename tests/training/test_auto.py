@@ -474,7 +474,9 @@ def test_without_any_weights_the_way_out_is_named(folder, tmp_path, monkeypatch)
         train(folder, out=str(tmp_path / "run"), **QUIET)
 
 
-def test_the_card_of_a_linear_head_tells_what_happened(crossed, tmp_path):
+def test_card_and_report_of_a_linear_head_tell_what_happened(crossed, tmp_path):
+    page = (crossed.path / "report.html").read_text()
+    assert '"method": "logistic regression on frozen features"' in page
     everytoken_lab.export(crossed.path, tmp_path / "model")
     card = (tmp_path / "model/README.md").read_text()
     assert "logistic regression on frozen features" in card

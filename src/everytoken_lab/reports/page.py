@@ -64,7 +64,7 @@ def render_report(report: Report, title: str = "") -> str:
 
 def _group(group: Group, gain: Estimate | None) -> dict[str, Any]:
     """Runs with the same settings: result, and what was trained."""
-    wanted = ("objectives", "mixing", "model", "img_size", "weights", "epochs", "data")
+    wanted = ("method", "objectives", "mixing", "model", "img_size", "weights", "epochs", "data")
     config = {name: group.runs[0].config.get(name) for name in wanted} if group.runs[0].config else None
     estimates = {name: e and [e.value, e.low, e.high] for name, e in (("score", group.accuracy), ("gain", gain))}
     return {"name": group.name, "runs": len(group.runs), "finished": len(group.finished), "config": config} | estimates
