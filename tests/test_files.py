@@ -52,6 +52,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [("x", b"old")]
 
 
+@pytest.mark.parametrize("name", ["nothing/x.csv", "folder"])
+def test_an_error_names_the_file_that_was_to_be_written(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError) as caught:  # noqa: PT011  (which one, the system decides)
+        write_atomically(tmp_path / name, b"new")
+    assert caught.value.filename == str(tmp_path / name)
+
+
 def test_the_mode_of_files_follows_the_umask(tmp_path):
     old = os.umask(0o027)
     try:

@@ -114,8 +114,10 @@ def writing(path: Path, rank: int = 0, sync: bool = True) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
         if sync:
             sync_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename = str(path)  # the name that people know
         raise
 
 

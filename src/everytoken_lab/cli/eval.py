@@ -79,7 +79,7 @@ def _own_data(source: str) -> str:
 
     run = run_of(source)
     if run is None:
-        raise EverytokenError(f"{source} does not say what it was trained on: name the images")
+        raise EverytokenError(f"{source} is no run that says what it was trained on: name the images")
     if run.cross_validated:
         raise EverytokenError(
             f"{source} was trained on all of its photos, so they cannot tell how good it is; cross-validation said "
