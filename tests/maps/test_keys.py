@@ -1,7 +1,5 @@
 """Keys: what may be one, and how they are found."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

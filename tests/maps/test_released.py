@@ -1,7 +1,5 @@
 """Released .pt maps: read without running anything, checked, refused by name."""
 
-from __future__ import annotations
-
 import os
 import pickle
 

@@ -1,7 +1,5 @@
 """The numbers about maps, and the pictures of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from PIL import Image

@@ -348,7 +348,7 @@ def test_tokens_are_mixed_after_patch_embedding_and_put_back_at_the_end(name):
         assert torch.allclose(mixed.logits, by_hand.logits, atol=1e-5)
         unmixed = torch.where(mask[..., None] > 0, by_hand.grid, by_hand.grid.flip(0))
         assert torch.allclose(mixed.grid, unmixed, atol=1e-5)
-        assert not torch.allclose(mixed.grid, model(images).grid, atol=1e-5)
+        assert not torch.allclose(by_hand.grid, model(images).grid, atol=1e-3)
         if name in APART:
             pixels = images.clone()
             pixels[:, :, size // 2 :] = images.flip(0)[:, :, size // 2 :]
