@@ -1,9 +1,18 @@
-"""Names of a package that are imported when they are first used, so that importing the package stays cheap."""
+"""Imports that wait: names of a package until they are used, and our models until somebody imports timm.
+
+timm and torch take seconds to import, and much of this package (the command line's help, reading a store) needs
+neither. So our models are registered now if timm is there already, or else right after it has been imported.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
@@ -22,3 +31,41 @@ def lazy(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callable[[
         return getattr(importlib.import_module(home[name]), name)
 
     return find, lambda: sorted(home)
+
+
+def register_with_timm() -> None:
+    """Register everytoken's models with timm now or as soon as somebody imports it."""
+    if "timm" in sys.modules:
+        importlib.import_module("everytoken.models")
+    elif not any(isinstance(finder, _AfterTimm) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterTimm())
+
+
+class _AfterTimm(MetaPathFinder):
+    """Finds timm as usual, once, and adds a last step to its import."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "timm":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("timm")
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    def __init__(self, inner: Loader) -> None:
+        self.inner = inner
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.inner
+        module.__loader__ = self.inner
+        self.inner.exec_module(module)
+        importlib.import_module("everytoken.models")

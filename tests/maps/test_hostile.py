@@ -16,8 +16,7 @@ import pytest
 from everytoken import files
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, format, verify
-from everytoken.maps.errors import StoreDamagedError
-from everytoken.maps.format import list_shards
+from everytoken.maps.format import StoreDamagedError, list_shards
 from tests.maps import fill_store as filling
 
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from everytoken.maps import Maps
-from everytoken.maps.errors import StoreError
+from everytoken.maps.format import StoreError
 from everytoken.maps.released import read_released, released_path
 from everytoken_lab.maps.released import import_released
 

@@ -13,8 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, ScoreMap, Skipped, StoreMeta, map_area, verify
-from everytoken.maps.errors import StoreDamagedError, StoreError, StoreUnfinishedError, UnknownKeyError
-from everytoken.maps.format import list_shards
+from everytoken.maps.format import StoreDamagedError, StoreError, StoreUnfinishedError, UnknownKeyError, list_shards
 from tests.maps import fill_store as filling
 
 

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from everytoken.maps import Maps, MapWriter, verify
-from everytoken.maps.errors import StoreDamagedError
-from everytoken.maps.format import list_shards
+from everytoken.maps.format import StoreDamagedError, list_shards
 from tests.maps import fill_store as filling
 
 

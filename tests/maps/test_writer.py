@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from everytoken.maps import Maps, MapWriter, ScoreMap
-from everytoken.maps.errors import StoreError, StoreMismatchError
-from everytoken.maps.format import list_shards
+from everytoken.maps.format import StoreError, StoreMismatchError, list_shards
 from everytoken.maps.writer import default_shard_size
 from tests.maps import fill_store as filling
 

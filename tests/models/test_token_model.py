@@ -117,7 +117,7 @@ SWEEP: dict[str, dict] = {
     "starnet_s050": {},
     "swiftformer_xs": {},
     "tresnet_m": {"layers": (1, 1, 1, 1)},
-    "vgg11": {},
+    "vgg11": {"num_features": 64},
     "visformer_tiny": {"img_size": 224, "depth": (1, 1, 1)},
     "legacy_xception": {},
     "xception41p": {},

@@ -23,12 +23,10 @@ from everytoken.keyed import StepKey
 from everytoken.mixing.methods import CutMix, MixToken
 from everytoken.mixing.mix import apply_to_tokens, mix_image_target
 from everytoken.models import TokenView
-from everytoken.objectives.distillation import Distillation
+from everytoken.objectives.distillation import Distillation, OnlineTokenLabeling
 from everytoken.objectives.hard import HardLabels
-from everytoken.objectives.online_token import OnlineTokenLabeling
 from everytoken.objectives.registry import OBJECTIVES, find_objective
-from everytoken.objectives.relabel import ReLabel
-from everytoken.objectives.token_labeling import TokenLabeling
+from everytoken.objectives.token_labeling import ReLabel, TokenLabeling
 
 B, GRID, K = 4, (6, 4), 9
 
@@ -445,5 +443,5 @@ def test_wrong_settings_are_named():
 
 
 def test_the_class_target_of_the_maps_is_not_made_a_second_time(monkeypatch):
-    monkeypatch.setattr("everytoken.objectives.relabel.from_scores", None)  # calling it would fail
+    monkeypatch.setattr("everytoken.objectives.token_labeling.from_scores", None)  # calling it would fail
     TokenLabeling()(a_view(), a_batch())

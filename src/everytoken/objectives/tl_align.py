@@ -26,7 +26,7 @@ from everytoken.models import TokenModel
 from everytoken.models.align import AlignedPass, Aligner, Alignment, Shares
 from everytoken.models.wrappers import backbone_of
 from everytoken.objectives.base import need, need_token_logits
-from everytoken.objectives.relabel import FromMaps
+from everytoken.objectives.token_labeling import FromMaps
 
 if TYPE_CHECKING:
     from everytoken.models import TokenView
