@@ -7,14 +7,8 @@ import timm
 import torch
 
 import everytoken  # noqa: F401  (registers the models)
-from everytoken.models.t2t_vit import (
-    T2TViT,
-    TokenPerformer,
-    TokensToToken,
-    TokenTransformer,
-    performer,
-    sinusoid_positions,
-)
+from everytoken.models.common import sinusoid_positions
+from everytoken.models.t2t_vit import T2TViT, TokenPerformer, TokensToToken, TokenTransformer, performer
 
 TINY = {"img_size": 64, "num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3, "token_dim": 16}
 

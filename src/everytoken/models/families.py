@@ -106,15 +106,8 @@ FAMILIES: dict[str, Family] = {
         for name in (
             *("convmixer", "cpubone", "csatv2", "cspnext", "davit", "densenet", "dla", "dpn", "edgenext"),
             *("efficientvit_msra", "fasternet", "fastvit", "focalnet", "gcvit", "ghostnet", "hgnet", "hrnet"),
-            *(
-                "efficientformer_v2",
-                "efficientvit_mit",
-                "iformer",
-                "inception_resnet_v2",
-                "inception_v3",
-                "inception_v4",
-                "lcnetv2",
-            ),
+            *("efficientformer_v2", "efficientvit_mit", "iformer", "inception_resnet_v2", "inception_v3"),
+            *("inception_v4", "lcnetv2"),
             *("lowformer", "nasnet", "nest", "nextvit", "nfnet", "pnasnet", "pvt_v2", "rdnet", "regnet", "repghost"),
             *("repvit", "resnest", "rexnet", "selecsls", "shvit", "starnet", "swiftformer", "tiny_vit", "tresnet"),
             *("senet", "vgg", "vision_transformer_sam", "visformer", "vovnet", "xception", "xception_aligned"),

@@ -9,6 +9,7 @@ from between the layers, for objectives that look at more than the last one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -306,7 +307,7 @@ class LayerTaps:
         self.dims = [dim for _, dim in modules]
         self.outputs = _TapOutputs()
         self.handles: list[RemovableHandle] = [
-            module.register_forward_hook(_TapHook(self.outputs, i)) for i, (module, _) in enumerate(modules)
+            module.register_forward_hook(partial(_keep, self.outputs, i)) for i, (module, _) in enumerate(modules)
         ]
 
     def grids(self, size: tuple[int, int]) -> list[Tensor]:
@@ -348,16 +349,10 @@ class _TapOutputs(dict[int, Tensor]):
         return new
 
 
-class _TapHook:
-    """Keeps what a block returns in training mode."""
-
-    def __init__(self, outputs: _TapOutputs, index: int) -> None:
-        self.outputs = outputs
-        self.index = index
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if module.training:
-            self.outputs[self.index] = output[0] if isinstance(output, tuple) else output
+def _keep(outputs: _TapOutputs, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook: what a block returns in training mode."""
+    if module.training:
+        outputs[index] = output[0] if isinstance(output, tuple) else output
 
 
 def blocks_of(backbone: nn.Module) -> list[nn.Module]:
