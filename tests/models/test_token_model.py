@@ -32,7 +32,7 @@ CNNS = [  # and others that are small or take no such arguments
     *("rexnet_100", "skresnet18", "hardcorenas_a", "legacy_seresnet18", "cpubone_nano", "csatv2"),
     *("cspnext_tiny", "fasternet_t0", "iformer_t", "inception_resnet_v2", "inception_v3", "inception_v4"),
     *("lcnetv2_small", "lowformer_b0", "nasnetalarge", "nextvit_small", "pnasnet5large", "rdnet_tiny"),
-    *("repghostnet_050", "selecsls42", "shvit_s1", "starnet_s050", "swiftformer_xs", "legacy_xception"),
+    *("repghostnet_050", "selecsls42", "shvit_s1", "starnet_s050", "swiftformer_xs", "legacy_xception", "vgg11"),
 ]
 # name -> arguments that make it small
 SWEEP: dict[str, dict] = {
@@ -66,7 +66,6 @@ SWEEP: dict[str, dict] = {
     "dpn48b": {"k_sec": (1, 1, 1, 1)},
     "efficientformerv2_s0": {"img_size": 224, "depths": (1, 1, 1, 2)},
     "tresnet_m": {"layers": (1, 1, 1, 1)},
-    "vgg11": {"num_features": 64},
     "visformer_tiny": {"img_size": 224, "depth": (1, 1, 1)},
     "cvt_13": {"embed_dims": (8, 16, 24), "depths": (1, 1, 2), "num_heads": (1, 2, 3)},
 }

@@ -4,7 +4,6 @@ import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -22,6 +21,7 @@ from everytoken.models import FAMILIES, TokenModel, UnsupportedModelError
 from everytoken.models.token_model import LayerTaps
 from everytoken.objectives.drloc import PAPER_LAMBDA, Drloc, DrlocHead
 from everytoken.objectives.registry import build_objectives
+from tests.objectives import builders
 
 B, DIM = 3, 12
 RELEASED = {"released": True, "levels": "last", "pool": 7}  # a ViT: read as if it were none of the released models
@@ -402,8 +402,7 @@ def test_levels_that_a_backbone_does_not_have_are_refused(levels):
 
 
 def a_mix(mixer, grid=(4, 4)):
-    drawn = (mixer.draw(B, (32, 32), grid, np.random.default_rng(seed)) for seed in range(100))
-    return next(mix for mix in drawn if 0.2 < float(mix.ratio[0]) < 0.9)
+    return builders.a_mix(mixer, B, (32, 32), grid, least=0.2)
 
 
 @torch.no_grad()

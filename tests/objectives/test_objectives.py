@@ -2,7 +2,6 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -12,7 +11,6 @@ from everytoken.errors import EverytokenError
 from everytoken.functional import (
     CompactTarget,
     blend,
-    collate_maps,
     compact_cross_entropy,
     from_scores,
     mix_with_truth,
@@ -27,27 +25,15 @@ from everytoken.objectives.distillation import Distillation, OnlineTokenLabeling
 from everytoken.objectives.hard import HardLabels
 from everytoken.objectives.registry import OBJECTIVES, find_objective
 from everytoken.objectives.token_labeling import ReLabel, TokenLabeling
+from tests.objectives.builders import a_mix, score_maps
 
 B, GRID, K = 4, (6, 4), 9
 
 
-def record(rng):
-    classes = np.stack([rng.choice(K, size=3, replace=False) for _ in range(20)]).reshape(5, 4, 3)
-    return SimpleNamespace(
-        scores=rng.normal(1, 3, (5, 4, 3)).astype("f2"), classes=classes.astype("u2"), area=(0.0, 0.0, 1.0, 1.0)
-    )
-
-
-def a_batch(mix=None, seed=0):
-    rng = np.random.default_rng(seed)
+def a_batch(mix=None):
     placement = torch.tensor([[[0.6, 0, 0.1], [0, 0.5, 0.3]]] * B)
-    return Batch(
-        images=torch.zeros(B, 3, 48, 32),
-        labels=torch.tensor([0, 3, 8, 3]),
-        maps=collate_maps([record(rng) for _ in range(B)], K),
-        placement=placement,
-        mix=mix,
-    )
+    labels = torch.tensor([0, 3, 8, 3])
+    return Batch(torch.zeros(B, 3, 48, 32), labels, placement, score_maps(B, 5, 4, K), mix=mix)
 
 
 def a_view(classes=K, token_classes=K, seed=1, distill=False):
@@ -61,9 +47,7 @@ def a_view(classes=K, token_classes=K, seed=1, distill=False):
 
 
 def draw(mixer):
-    """The first mix whose boxes are not all empty (they often are on so small a grid)."""
-    drawn = (mixer.draw(B, (48, 32), GRID, np.random.default_rng(seed)) for seed in range(100))
-    return next(mix for mix in drawn if mix.ratio.min() < 0.9)
+    return a_mix(mixer, B, (48, 32), GRID)
 
 
 def targets(batch, smoothing=0.1):
