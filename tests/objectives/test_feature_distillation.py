@@ -61,11 +61,8 @@ def slow(objective, view, goals, own=None, partner=None):
     for b in range(B):
         for i in range(h):
             for j in range(w):
-                shown = (
-                    [(b, 1.0)]
-                    if own is None
-                    else [(b, float(own[b, i, j])), (int(partner[b]), 1 - float(own[b, i, j]))]
-                )
+                part = 1.0 if own is None else float(own[b, i, j])
+                shown = [(b, part)] + ([] if own is None else [(int(partner[b]), 1 - part)])
                 for image, part in shown:
                     goal = goals[image]
                     H, W, _ = goal.shape

@@ -272,3 +272,28 @@ def family_of_name(name: str) -> Family | None:
     if name in SMALL:  # variants of several families in one module
         return FAMILIES[SMALL[name].family]
     return FAMILIES.get(model_entrypoint(name).__module__.rsplit(".", 1)[-1])
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """The one supported backbone that a model is or holds, however deep; an error if there is none, or several."""
+    found = _backbones(model)
+    if len(found) > 1:
+        names = ", ".join(f"{type(module).__name__} at {name!r}" for name, module in found.items())
+        raise EverytokenError(f"{type(model).__name__} holds {len(found)} backbones: {names}. Give the one you mean.")
+    if not found:
+        family_of(model)  # says why not
+    return next(iter(found.values()))
+
+
+def _backbones(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """The outermost supported backbones, by name."""
+    try:
+        family = family_of(model)
+        if family.features is not None or hasattr(model, "forward_features"):  # not a layer from the same module
+            return {name: model}
+    except UnsupportedModelError:
+        pass
+    found: dict[str, nn.Module] = {}
+    for child_name, child in model.named_children():
+        found |= _backbones(child, f"{name}.{child_name}" if name else child_name)
+    return found
