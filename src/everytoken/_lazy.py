@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -52,20 +52,11 @@ class _AfterTimm(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("timm")
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            run = spec.loader.exec_module
+
+            def run_and_register(module: ModuleType) -> None:
+                run(module)
+                importlib.import_module("everytoken.models")
+
+            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
         return spec
-
-
-class _Loader(Loader):
-    def __init__(self, inner: Loader) -> None:
-        self.inner = inner
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.inner.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.inner
-        module.__loader__ = self.inner
-        self.inner.exec_module(module)
-        importlib.import_module("everytoken.models")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from everytoken.functional.shares import aligned_cross_entropy
+from everytoken.models.align import Aligner, Alignment, Shares
 
 
 def batch(size: int | tuple[int, int] = 64, count: int = 2, level: str = "pixels") -> tuple[Tensor, SimpleNamespace]:
@@ -34,7 +35,7 @@ def wide(shares: Tensor, mix: SimpleNamespace, classes: int) -> Tensor:
     return shares[..., None] * own + (1 - shares[..., None]) * partner
 
 
-def tokens_of(shares) -> Tensor:
+def tokens_of(shares: Shares) -> Tensor:
     """Shares [B, P + N] of all tokens."""
     grid = shares.grid.flatten(1)
     return grid if shares.prefix is None else torch.cat((shares.prefix, grid), 1)
@@ -44,6 +45,15 @@ def patches(mix: SimpleNamespace, side: int) -> Tensor:
     """[B, h, w]: the part of each patch of side x side pixels that is the own image's."""
     b, h, w = mix.mask.shape
     return mix.mask.view(b, h // side, side, w // side, side).mean((2, 4))
+
+
+def watched(model: nn.Module, images: Tensor, mix, **options) -> tuple[Shares, Tensor]:
+    """(shares, logits) of a pass, with the options of `Alignment`."""
+    aligner = Aligner(model, Alignment(**options))
+    with aligner.watch(mix) as seen:
+        logits = model(images)
+    aligner.remove()
+    return seen.shares, logits
 
 
 def kernel_of(conv: nn.Conv2d) -> Tensor:

@@ -15,7 +15,7 @@ import everytoken as et
 from everytoken.errors import EverytokenError
 from everytoken.models.align import RULES, Aligner, Alignment
 from everytoken.models.families import UnsupportedModelError
-from tests.models.by_hand import assert_gradients, batch, explicit, patches, tokens_of, wide
+from tests.models.by_hand import assert_gradients, batch, explicit, patches, tokens_of, watched, wide
 
 K, B = 6, 4
 SMALL = {"img_size": 64, "depth": 3, "embed_dim": 48, "num_heads": 3, "num_classes": K}
@@ -60,15 +60,6 @@ def make(name, **more):
 def batch_for(model):
     """Of tokens, not pixels: shares start behind the patch embedding, also where that mixes pixels by itself."""
     return batch(getattr(getattr(model, "patch_embed", None), "img_size", 64), B, "tokens")
-
-
-def watched(model, images, mix, **options):
-    """(shares, logits)"""
-    aligner = Aligner(model, Alignment(**options))
-    with aligner.watch(mix) as seen:
-        logits = model(images)
-    aligner.remove()
-    return seen.shares, logits
 
 
 def softmax_matrix(attn, args, kwargs):

@@ -13,7 +13,7 @@ from everytoken.errors import EverytokenError
 from everytoken.models.align import Aligner, Alignment
 from everytoken.models.cvt import CvT
 from everytoken.models.families import UnsupportedModelError
-from tests.models.by_hand import assert_gradients, batch, convolved, inputs_of, tokens_of, under, unmixed, wide
+from tests.models.by_hand import assert_gradients, batch, convolved, inputs_of, tokens_of, under, unmixed, watched, wide
 
 B, K = 2, 4
 
@@ -62,12 +62,11 @@ def test_targets_and_gradients_equal_labels_carried_place_by_place(case):
     images, mix = batch((32, 48))
     everywhere = carry(model, wide(mix.mask, mix, K))
     target = everywhere.mean((1, 2))
-    with Aligner(model).watch(mix) as seen:
-        logits = model(images)
+    shares, logits = watched(model, images, mix)
     assert logits.shape == (B, K)
-    assert (wide(seen.shares.grid, mix, K) - everywhere).abs().max() < 1e-5
-    assert (wide(seen.shares.image, mix, K) - target).abs().max() < 1e-6
-    assert_gradients(model, images, logits, mix, seen.shares.image, target, 1e-7)
+    assert (wide(shares.grid, mix, K) - everywhere).abs().max() < 1e-5
+    assert (wide(shares.image, mix, K) - target).abs().max() < 1e-6
+    assert_gradients(model, images, logits, mix, shares.image, target, 1e-7)
 
 
 NAMES = (
@@ -145,9 +144,7 @@ def test_cvt_mixes_by_its_attention_over_strided_values(layers):
     model = make_cvt()
     images, mix = batch((64, 96))
     everywhere = slow_cvt(model, images, mix, layers)
-    with Aligner(model, Alignment(layers=layers)).watch(mix) as seen:
-        logits = model(images)
-    shares = seen.shares
+    shares, logits = watched(model, images, mix, layers=layers)
     assert shares.grid.shape == (B, 4, 6)
     assert (wide(tokens_of(shares), mix, K) - everywhere).abs().max() < 1e-6
     torch.testing.assert_close(shares.image, shares.prefix[:, 0])
@@ -226,10 +223,9 @@ def test_mvit_pools_shares_as_it_pools_values_queries_and_shortcut(options, laye
     images, mix = batch()
     everywhere = slow_mvit(model, images, mix, layers)
     plain = model(images)
-    with Aligner(model, Alignment(layers=layers, normalise=False)).watch(mix) as seen:
-        logits = model(images)
+    shares, logits = watched(model, images, mix, layers=layers, normalise=False)
     torch.testing.assert_close(logits, plain)
-    shares, tokens = seen.shares, tokens_of(seen.shares)
+    tokens = tokens_of(shares)
     assert shares.grid.shape == (B, 8, 8)
     assert 0 <= tokens.min() <= tokens.max() <= 1
     assert (wide(tokens, mix, K) - everywhere).abs().max() < 1e-6

@@ -22,6 +22,7 @@ from tests.models.by_hand import (
     tokens_of,
     under,
     unmixed,
+    watched,
     wide,
 )
 
@@ -232,10 +233,9 @@ def test_volo_equals_labels_that_visit_every_place_of_every_window(level):
     images, mix = batch(WIDE, level=level)
     everywhere = slow_volo(model, images, mix)
     plain = model(images)
-    with Aligner(model).watch(mix) as seen:
-        logits = model(images)
+    shares, logits = watched(model, images, mix)
     torch.testing.assert_close(logits, plain)
-    shares, tokens = seen.shares, tokens_of(seen.shares)
+    tokens = tokens_of(shares)
     assert shares.grid.shape == (B, 4, 6)
     assert 0 <= tokens.min() <= tokens.max() <= 1
     assert (wide(tokens, mix, K) - everywhere).abs().max() < 1e-6
@@ -267,13 +267,11 @@ def test_shares_are_what_outlook_attention_makes_of_values_that_are_shares(size)
 def test_in_volo_layers_can_be_left_out_and_a_head_that_averages_reads_the_class_token_too():
     model = volo()
     images, mix = batch(WIDE, level="tokens")
-    with Aligner(model, Alignment(layers=(6,), residual=False)).watch(mix) as seen:
-        model(images)
-    torch.testing.assert_close(seen.shares.grid, patches(mix, 16))
+    shares, _ = watched(model, images, mix, layers=(6,), residual=False)
+    torch.testing.assert_close(shares.grid, patches(mix, 16))
     model.global_pool = "avg"
-    with Aligner(model).watch(mix) as seen:
-        model(images)
-    torch.testing.assert_close(seen.shares.image, tokens_of(seen.shares).mean(1))
+    shares, _ = watched(model, images, mix)
+    torch.testing.assert_close(shares.image, tokens_of(shares).mean(1))
 
 
 @pytest.mark.parametrize("build", [t2t, lambda: t2t("transformer"), lvvit, volo])

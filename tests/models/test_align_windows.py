@@ -8,8 +8,8 @@ import timm
 import torch
 from torch.nn import functional as F
 
-from everytoken.models.align import Aligner, Alignment
-from tests.models.by_hand import assert_gradients, batch, explicit, inputs_of, patches, wide
+from everytoken.models.align import Aligner
+from tests.models.by_hand import assert_gradients, batch, explicit, inputs_of, patches, watched, wide
 
 K, B = 5, 2
 SWIN = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4, "num_classes": K}
@@ -129,25 +129,22 @@ def test_targets_and_gradients_equal_the_slow_version(case):
     model = make(version, size)
     images, mix = batch(size)
     target, everywhere = slow(model, images, mix, version, layers and [number % 5 for number in layers])
-    with Aligner(model, Alignment(layers=layers)).watch(mix) as seen:
-        logits = model(images)
-    assert (wide(seen.shares.image, mix, K) - target).abs().max() < 1e-6
-    assert (wide(seen.shares.grid, mix, K) - everywhere).abs().max() < 1e-6
-    assert (seen.shares.image - mix.ratio).abs().max() > 1e-4
+    shares, logits = watched(model, images, mix, layers=layers)
+    assert (wide(shares.image, mix, K) - target).abs().max() < 1e-6
+    assert (wide(shares.grid, mix, K) - everywhere).abs().max() < 1e-6
+    assert (shares.image - mix.ratio).abs().max() > 1e-4
     if version == 1:
-        assert_gradients(model, images, logits, mix, seen.shares.image, target)
+        assert_gradients(model, images, logits, mix, shares.image, target)
 
 
 def test_fused_window_attention_gives_the_same_shares():
     model = make(1, 60)
     images, mix = batch(60)
-    with Aligner(model).watch(mix) as plain:
-        before = model(images)
+    plain, before = watched(model, images, mix)
     explicit(model, fused=True)
-    with Aligner(model).watch(mix) as fused:
-        after = model(images)
+    fused, after = watched(model, images, mix)
     torch.testing.assert_close(before, after, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(fused.shares.grid, plain.shares.grid, atol=1e-5, rtol=0)
+    torch.testing.assert_close(fused.grid, plain.grid, atol=1e-5, rtol=0)
 
 
 def test_shares_follow_the_tokens_when_images_are_flipped():
@@ -166,8 +163,7 @@ def test_shares_follow_the_tokens_when_images_are_flipped():
                 d.copy_((d + d.flip(1)) / 2)
             elif name.endswith(("downsample.norm.weight", "downsample.norm.bias")):
                 value.fill_(0.5)
-    with Aligner(model).watch(mix) as seen:
-        model(images)
+    shares, _ = watched(model, images, mix)
     with Aligner(model).watch(SimpleNamespace(mask=mix.mask.flip(-1), ratio=mix.ratio)) as flipped:
         model(images.flip(-1))
-    torch.testing.assert_close(flipped.shares.grid, seen.shares.grid.flip(-1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(flipped.shares.grid, shares.grid.flip(-1), atol=1e-5, rtol=0)

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from timm.layers import Format, LayerNorm, Mlp, register_notrace_function
+from timm.layers import LayerNorm, Mlp, nhwc_to, register_notrace_function
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -187,10 +187,7 @@ class TokensToToken(StridedEmbed):
                 x = getattr(self, f"attention{i}")(x)
                 x = x.transpose(1, 2).reshape(x.shape[0], -1, h, w)
         x = self.project(x)
-        if self.output_fmt is None or self.output_fmt == Format.NLC:
-            return x
-        x = x.unflatten(1, (h, w))
-        return x if self.output_fmt == Format.NHWC else x.permute(0, 3, 1, 2)
+        return x if self.output_fmt is None else nhwc_to(x.unflatten(1, (h, w)), self.output_fmt)
 
 
 def _windows(length: int, split: Split) -> int:
