@@ -209,25 +209,18 @@ def test_tokens_without_a_label_are_selected_last():
     assert chosen.flatten(1).tolist() == [[0, 0, 1, 0]] * 2
 
 
-def test_under_mixtoken_token_targets_stay_and_the_class_target_is_mixed():
-    mix = draw(MixToken())
-    assert mix.unmixes
+@pytest.mark.parametrize("mixer", [CutMix(), CutMix(mode="elem"), MixToken(mode="elem"), MixToken()])
+def test_token_targets_are_mixed_where_outputs_stay_mixed_and_the_class_target_always(mixer):
+    mix = draw(mixer)
+    assert mix.unmixes == (mixer == MixToken())
     batch, view = a_batch(mix), a_view()
     image, tokens = targets(batch)
     got = TokenLabeling(class_target="machine")(view, batch)
-    torch.testing.assert_close(got["token"], 0.5 * compact_cross_entropy(view.token_logits, tokens))
-    torch.testing.assert_close(got["class"], compact_cross_entropy(view.logits, mix_image_target(image, mix)))
-
-
-@pytest.mark.parametrize("mixer", [CutMix(), CutMix(mode="elem"), MixToken(mode="elem")])
-def test_where_outputs_stay_mixed_the_token_targets_are_mixed_too(mixer):
-    mix = draw(mixer)
-    batch, view = a_batch(mix), a_view()
-    _, tokens = targets(batch)
-    own = mix.at(GRID).expand(B, *GRID)
+    own = torch.ones(B, *GRID) if mix.unmixes else mix.at(GRID).expand(B, *GRID)
     expected = compact_cross_entropy(view.token_logits, blend(tokens, own, tokens[mix.partner], 1 - own))
-    torch.testing.assert_close(TokenLabeling()(view, batch)["token"], 0.5 * expected)
-    assert (own < 1).any()
+    torch.testing.assert_close(got["token"], 0.5 * expected)
+    torch.testing.assert_close(got["class"], compact_cross_entropy(view.logits, mix_image_target(image, mix)))
+    assert mix.unmixes or (own < 1).any()
 
 
 def test_the_truth_can_be_blended_into_the_class_target():
