@@ -7,11 +7,11 @@ may change. Importing this package makes its models known to timm and does nothi
 when a name that needs them is first used.
 """
 
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
-from everytoken._lazy import lazy
-from everytoken._register import register_with_timm
-from everytoken._version import version as _version
+from everytoken._lazy import lazy, register_with_timm
 from everytoken.errors import EverytokenError
 
 if TYPE_CHECKING:
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from everytoken.mixing.methods import CutMix, MixToken, MixUp
     from everytoken.mixing.mix import Mix
     from everytoken.models import TokenModel, TokenView
-    from everytoken.objectives.distillation import Distillation
+    from everytoken.objectives.distillation import Distillation, FeatureDistillation, OnlineTokenLabeling
     from everytoken.objectives.drloc import Drloc
-    from everytoken.objectives.feature_distillation import FeatureDistillation
     from everytoken.objectives.hard import HardLabels
-    from everytoken.objectives.online_token import OnlineTokenLabeling
-    from everytoken.objectives.relabel import ReLabel
     from everytoken.objectives.tl_align import TLAlign, TransMix, aligned
-    from everytoken.objectives.token_labeling import TokenLabeling
+    from everytoken.objectives.token_labeling import ReLabel, TokenLabeling
     from everytoken.step import TokenStep
     from everytoken.timm_task import TokenTask
 
 register_with_timm()
 
-__version__ = _version()
+try:
+    __version__ = _version("everytoken")
+except _PackageNotFoundError:  # a tree that was never installed
+    __version__ = "unknown"
 __getattr__, __dir__ = lazy(
     __name__,
     {
@@ -46,14 +46,11 @@ __getattr__, __dir__ = lazy(
         "everytoken.mixing.methods": ["CutMix", "MixToken", "MixUp"],
         "everytoken.mixing.mix": ["Mix"],
         "everytoken.models": ["TokenModel", "TokenView"],
-        "everytoken.objectives.distillation": ["Distillation"],
+        "everytoken.objectives.distillation": ["Distillation", "FeatureDistillation", "OnlineTokenLabeling"],
         "everytoken.objectives.drloc": ["Drloc"],
-        "everytoken.objectives.feature_distillation": ["FeatureDistillation"],
         "everytoken.objectives.hard": ["HardLabels"],
-        "everytoken.objectives.online_token": ["OnlineTokenLabeling"],
-        "everytoken.objectives.relabel": ["ReLabel"],
         "everytoken.objectives.tl_align": ["TLAlign", "TransMix", "aligned"],
-        "everytoken.objectives.token_labeling": ["TokenLabeling"],
+        "everytoken.objectives.token_labeling": ["ReLabel", "TokenLabeling"],
         "everytoken.step": ["TokenStep"],
         "everytoken.timm_task": ["TokenTask"],
     },

@@ -1,9 +1,18 @@
-"""Names of a package that are imported when they are first used, so that importing the package stays cheap."""
+"""Imports that wait: names of a package until they are used, and our models until somebody imports timm.
+
+timm and torch take seconds to import, and much of this package (the command line's help, reading a store) needs
+neither. So our models are registered now if timm is there already, or else right after it has been imported.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
@@ -22,3 +31,32 @@ def lazy(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callable[[
         return getattr(importlib.import_module(home[name]), name)
 
     return find, lambda: sorted(home)
+
+
+def register_with_timm() -> None:
+    """Register everytoken's models with timm now or as soon as somebody imports it."""
+    if "timm" in sys.modules:
+        importlib.import_module("everytoken.models")
+    elif not any(isinstance(finder, _AfterTimm) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterTimm())
+
+
+class _AfterTimm(MetaPathFinder):
+    """Finds timm as usual, once, and adds a last step to its import."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "timm":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("timm")
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_register(module: ModuleType) -> None:
+                run(module)
+                importlib.import_module("everytoken.models")
+
+            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return spec

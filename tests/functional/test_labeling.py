@@ -3,9 +3,10 @@ import pytest
 import torch
 
 from everytoken.functional import collate_maps, from_scores, label_tokens, plan_sampling, sample_maps, sampling
+from tests.functional import make
 
 
-def some(make, n=6, seed=0):
+def some(n=6, seed=0):
     maps = make.maps(np.random.default_rng(seed), n=n)
     kinds = [
         make.crop(0.1, 0, 0.8, 0.9),
@@ -22,8 +23,8 @@ def equal(a, b):
 
 @pytest.mark.parametrize("chunk", [1, 700, 10**9])
 @pytest.mark.parametrize("how", [{}, {"smoothing": 0.1}, {"temperature": 2.0}, {"top_k": 3, "smoothing": 0.2}])
-def test_one_call_equals_sampling_then_softmax_then_smoothing(make, monkeypatch, chunk, how):
-    maps, placement = some(make)
+def test_one_call_equals_sampling_then_softmax_then_smoothing(monkeypatch, chunk, how):
+    maps, placement = some()
     sampled = sample_maps(maps, placement, (3, 4))
     monkeypatch.setattr(sampling, "CPU_CHUNK", chunk)
     got = label_tokens(maps, placement, (3, 4), **how)
@@ -39,7 +40,7 @@ def test_one_call_equals_sampling_then_softmax_then_smoothing(make, monkeypatch,
     torch.testing.assert_close(got.image_logits, sampled.image)
 
 
-def test_one_call_in_the_released_way(make):
+def test_one_call_in_the_released_way():
     maps = make.maps(np.random.default_rng(1), n=2, h=6, w=6)
     placement = make.batch([make.crop(0.1, 0.3, 0.5, 1.0)] * 2)
     sampled = sample_maps(maps, placement, (3, 3), released=True)
@@ -48,7 +49,7 @@ def test_one_call_in_the_released_way(make):
     equal(got.image, from_scores(sampled.image, maps.classes, 20).smooth(0.1, released=True))
 
 
-def test_maps_that_name_every_class_and_maps_that_are_missing(make):
+def test_maps_that_name_every_class_and_maps_that_are_missing():
     rng = np.random.default_rng(2)
     records = [make.record(rng, num_classes=5, words=5), None, make.record(rng, num_classes=5, words=4)]
     maps = collate_maps(records, 5)
@@ -61,16 +62,16 @@ def test_maps_that_name_every_class_and_maps_that_are_missing(make):
         assert (got.tokens.weight[1] == 0).all()
 
 
-def test_scores_beyond_what_exp_can_hold_stay_finite(make):
+def test_scores_beyond_what_exp_can_hold_stay_finite():
     classes, scores = np.arange(36).reshape(6, 6, 1), np.full((6, 6, 1), 200.0, np.float32)
-    maps = collate_maps([type(make)(scores=scores, classes=classes, area=(0.0, 0.0, 1.0, 1.0))], 40)
+    maps = collate_maps([make.plain(scores, classes)], 40)
     got = label_tokens(maps, make.batch([make.crop(0.0, 0.0, 0.3, 0.3)]), (2, 2))
     assert got.tokens.top_class()[0, 0, 0] == 0
     assert got.tokens.mass.isfinite().all()
 
 
-def test_labeling_leaves_the_maps_alone_and_compiles(make):
-    maps, placement = some(make, n=3)
+def test_labeling_leaves_the_maps_alone_and_compiles():
+    maps, placement = some(n=3)
     before = [t.clone() for t in (maps.scores, maps.local, maps.classes, placement)]
     first = label_tokens(maps, placement, (3, 4), smoothing=0.1)
     plan = plan_sampling(placement, maps.area, maps.size, (3, 4))
@@ -82,8 +83,8 @@ def test_labeling_leaves_the_maps_alone_and_compiles(make):
         assert torch.equal(old, now)
 
 
-def test_labels_stay_in_single_precision_under_autocast(make):
-    maps, placement = some(make)
+def test_labels_stay_in_single_precision_under_autocast():
+    maps, placement = some()
     expected = label_tokens(maps, placement, (3, 4))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = label_tokens(maps, placement, (3, 4))
@@ -93,7 +94,7 @@ def test_labels_stay_in_single_precision_under_autocast(make):
     assert torch.equal(best, expected.tokens.top_class())
 
 
-def test_an_empty_batch_is_refused(make):
+def test_an_empty_batch_is_refused():
     with pytest.raises(ValueError, match="the batch is empty"):
         label_tokens(collate_maps([], 20), torch.zeros(0, 2, 3), (3, 4))
     with pytest.raises(ValueError, match="the batch is empty"):

@@ -3,6 +3,7 @@ import pytest
 
 from everytoken.errors import EverytokenError
 from everytoken.functional import collate_maps, spread, vocabulary
+from tests.functional import make
 
 
 def test_a_vocabulary_lists_each_class_once_and_gives_the_classes_back():
@@ -32,7 +33,7 @@ def test_a_class_beyond_the_annotators_is_refused_by_number():
         vocabulary(np.array([[[0, -1]]]), 1000)
 
 
-def test_collating_fills_short_vocabularies_and_keeps_every_score(make):
+def test_collating_fills_short_vocabularies_and_keeps_every_score():
     rng = np.random.default_rng(1)
     records = [make.record(rng, words=4), make.record(rng, words=11)]
     maps = collate_maps(records, 20)
@@ -48,7 +49,7 @@ def test_collating_fills_short_vocabularies_and_keeps_every_score(make):
             assert found == pytest.approx(expected)
 
 
-def test_maps_of_two_shapes_are_refused(make):
+def test_maps_of_two_shapes_are_refused():
     rng = np.random.default_rng(2)
     with pytest.raises(EverytokenError, match="different shapes"):
         collate_maps([make.record(rng, h=4), make.record(rng, h=5)], 20)

@@ -1,7 +1,6 @@
 """The released label pipeline, written densely with torchvision, and our option that repeats it."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torchvision.ops import roi_align
 
 from everytoken.functional import collate_maps, from_scores, sample_maps
+from tests.functional import make
 
 
 def released_targets(maps, boxes, label_size, smoothing, hflip=False):
@@ -34,16 +34,15 @@ def released_targets(maps, boxes, label_size, smoothing, hflip=False):
     return both[0][:, :, 0].float(), both[1].transpose(1, 2).float()
 
 
-def crops(boxes):
-    """Placements [B, 2, 3] of boxes [B, 4] (x0, y0, x1, y1)."""
-    placement = torch.zeros(len(boxes), 2, 3)
-    placement[:, 0, 0], placement[:, 1, 1] = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
-    placement[:, :, 2] = boxes[:, :2]
-    return placement
+def assert_close_to_released(maps, placement, image, tokens, atol):
+    got = sample_maps(maps, placement, (4, 4), released=True)
+    for scores, wanted in ((got.image, image), (got.tokens.flatten(1, 2), tokens)):
+        target = from_scores(scores, maps.classes, 30).smooth(0.1, released=True)
+        torch.testing.assert_close(target.dense(), wanted, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("hflip", [False, True])
-def test_released_sampling_equals_the_released_algorithm(make, hflip):
+def test_released_sampling_equals_the_released_algorithm(hflip):
     rng = np.random.default_rng(1)
     maps = make.maps(rng, n=40, h=9, w=9, num_classes=30)
     size = torch.tensor(rng.uniform(0.02, 1, (40, 2)), dtype=torch.float32)  # some crops are below one cell
@@ -51,22 +50,16 @@ def test_released_sampling_equals_the_released_algorithm(make, hflip):
     start = torch.tensor(rng.random((40, 2)), dtype=torch.float32) * (1 - size)
     boxes = torch.cat([start, size], dim=1)  # in the flipped image
     image, tokens = released_targets(maps, boxes, 4, 0.1, hflip)
-    placement = crops(torch.cat([start, start + size], dim=1))
+    placement = make.crops(torch.cat([start, start + size], dim=1))
     if hflip:
         placement[:, 0, 2], placement[:, 0, 0] = 1 - start[:, 0], -placement[:, 0, 0]
-    got = sample_maps(maps, placement, (4, 4), released=True)
-    target = from_scores(got.tokens, maps.classes, 30).smooth(0.1, released=True)
-    torch.testing.assert_close(target.dense().flatten(1, 2), tokens, rtol=0, atol=1e-5)
-    target = from_scores(got.image, maps.classes, 30).smooth(0.1, released=True)
-    torch.testing.assert_close(target.dense(), image, rtol=0, atol=1e-5)
+    assert_close_to_released(maps, placement, image, tokens, 1e-5)
 
 
-def test_the_released_code_reads_the_wrong_quadrant_and_we_do_not(make):
+def test_the_released_code_reads_the_wrong_quadrant_and_we_do_not():
     classes = np.zeros((8, 8, 1), np.int64)
     classes[:4, 4:], classes[4:, :4] = 1, 2  # top right is class 1, bottom left class 2
-    maps = collate_maps(
-        [SimpleNamespace(scores=np.full((8, 8, 1), 9.0, np.float32), classes=classes, area=(0.0, 0.0, 1.0, 1.0))], 3
-    )
+    maps = collate_maps([make.plain(np.full((8, 8, 1), 9.0, np.float32), classes)], 3)
     top_right = make.batch([make.crop(0.5, 0, 1, 0.5)])
     assert sample_maps(maps, top_right, (2, 2)).image[0].argmax() == 1
     assert sample_maps(maps, top_right, (2, 2), released=True).image[0].argmax() == 2
@@ -89,7 +82,7 @@ def turned_by_hand(maps, degrees, hflip):
 
 @pytest.mark.parametrize("hflip", [False, True])
 @pytest.mark.parametrize("degrees", [-27.0, 11.0])
-def test_rotated_maps_are_warped_to_the_nearest_cell_as_released(make, hflip, degrees):
+def test_rotated_maps_are_warped_to_the_nearest_cell_as_released(hflip, degrees):
     rng = np.random.default_rng(2)
     maps = make.maps(rng, n=6, h=9, w=9, num_classes=30)
     size = torch.tensor(rng.uniform(0.3, 0.8, (6, 2)), dtype=torch.float32)
@@ -99,14 +92,10 @@ def test_rotated_maps_are_warped_to_the_nearest_cell_as_released(make, hflip, de
     turn = make.about_centre(make.rotation(degrees))
     boxes = torch.cat([start, start + size], dim=1).tolist()
     placement = make.batch([make.then(make.then(make.crop(*box), turn), flip) for box in boxes])
-    got = sample_maps(maps, placement, (4, 4), released=True)
-    target = from_scores(got.tokens, maps.classes, 30).smooth(0.1, released=True)
-    torch.testing.assert_close(target.dense().flatten(1, 2), tokens, rtol=0, atol=1e-4)
-    target = from_scores(got.image, maps.classes, 30).smooth(0.1, released=True)
-    torch.testing.assert_close(target.dense(), image, rtol=0, atol=1e-4)
+    assert_close_to_released(maps, placement, image, tokens, 1e-4)
 
 
-def test_straight_images_beside_a_rotated_one_are_read_as_if_alone(make):
+def test_straight_images_beside_a_rotated_one_are_read_as_if_alone():
     maps = make.maps(np.random.default_rng(0), n=3, h=8, w=8)
     straight = [make.crop(0.1, 0.2, 0.9, 0.6), make.crop(0.3, 0, 0.8, 0.7, hflip=True, vflip=True)]
     both = make.batch([*straight, make.about_centre(make.rotation(20))])
@@ -116,7 +105,7 @@ def test_straight_images_beside_a_rotated_one_are_read_as_if_alone(make):
     torch.testing.assert_close(got.image[:2], alone.image)
 
 
-def test_an_image_without_a_map_has_no_weight_in_released_mode_either(make):
+def test_an_image_without_a_map_has_no_weight_in_released_mode_either():
     maps = collate_maps([make.record(np.random.default_rng(0), h=6, w=6), None], 20)
     got = sample_maps(maps, make.batch([make.crop(0, 0, 1, 1)] * 2), (2, 2), released=True)
     assert got.weight.tolist() == [[[1, 1], [1, 1]], [[0, 0], [0, 0]]]

@@ -1,5 +1,4 @@
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 from torchvision.ops import roi_align
 
 from everytoken.functional import SampledMaps, collate_maps, plan_sampling, sample_maps, spread
+from tests.functional import make
 
 fractions = st.floats(0.02, 0.98)
 
@@ -35,33 +35,22 @@ def test_a_crop_equals_torchvisions_roi_align(seed, h, w, rows, columns):
     corners = np.sort(rng.random((B, 2, 2)), axis=1)  # [B, (low, high), (x, y)]
     boxes = torch.tensor(corners.reshape(B, 4), dtype=torch.float32)
     scores = torch.tensor(rng.normal(0, 3, (B, h, w, 2)), dtype=torch.float32)
-    maps = collate_maps([_plain(s.numpy(), np.broadcast_to(np.arange(2), (h, w, 2))) for s in scores], num_classes=2)
-    placement = _crops(boxes)
+    maps = collate_maps(
+        [make.plain(s.numpy(), np.broadcast_to(np.arange(2), (h, w, 2))) for s in scores], num_classes=2
+    )
+    placement = make.crops(boxes)
     got = sample_maps(maps, placement, (rows, columns))
     # float32 placements hold the box's width, not its far edge: compare with the box they really say
-    said = torch.cat([placement[:, :, 2], placement[:, :, 2].double() + _diagonal(placement).double()], dim=1)
+    said = torch.cat(
+        [placement[:, :, 2], placement[:, :, 2].double() + placement.diagonal(dim1=1, dim2=2).double()], dim=1
+    )
     torch.testing.assert_close(got.tokens, roi_crop(maps, said, (rows, columns)), rtol=0, atol=1e-5)
     torch.testing.assert_close(got.image, roi_crop(maps, said, (1, 1))[:, 0, 0], rtol=0, atol=1e-5)
     torch.testing.assert_close(got.weight, torch.ones(B, rows, columns), rtol=0, atol=1e-5)
     torch.testing.assert_close(got.image_weight, torch.ones(B), rtol=0, atol=1e-5)
 
 
-def _diagonal(placement):
-    return placement.diagonal(dim1=1, dim2=2)
-
-
-def _crops(boxes):
-    placement = torch.zeros(len(boxes), 2, 3)
-    placement[:, 0, 0], placement[:, 1, 1] = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
-    placement[:, :, 2] = boxes[:, :2]
-    return placement
-
-
-def _plain(scores, classes, area=(0.0, 0.0, 1.0, 1.0)):
-    return SimpleNamespace(scores=scores, classes=classes, area=area)
-
-
-def chain(make, draw_numbers):
+def chain(draw_numbers):
     """A chain of crop, flip, rotate, shear, translate on an image of some aspect ratio."""
     x, y, size, angle, shear, move, aspect, flips = draw_numbers
     placement = make.crop(x * (1 - size), y * (1 - size), x * (1 - size) + size, y * (1 - size) + size, *flips)
@@ -91,7 +80,7 @@ def coordinate_map(h, w, area):
     x = area[0] + (np.arange(w) + 0.5) / w * (area[2] - area[0])
     y = area[1] + (np.arange(h) + 0.5) / h * (area[3] - area[1])
     scores = np.stack(np.broadcast_arrays(x[None, :], y[:, None]), axis=-1).astype(np.float32)
-    return _plain(scores, np.broadcast_to(np.arange(2), (h, w, 2)), area)
+    return make.plain(scores, np.broadcast_to(np.arange(2), (h, w, 2)), area)
 
 
 areas = st.sampled_from([(0.0, 0.0, 1.0, 1.0), (0.2, 0.0, 0.8, 1.0), (-0.25, 0.0, 1.25, 1.0)])
@@ -99,8 +88,8 @@ areas = st.sampled_from([(0.0, 0.0, 1.0, 1.0), (0.2, 0.0, 0.8, 1.0), (-0.25, 0.0
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(chains, areas, st.integers(2, 12), st.integers(2, 12), st.integers(1, 8), st.integers(1, 8))
-def test_a_map_of_its_own_coordinates_comes_back_as_the_tokens_centres(make, numbers, area, h, w, rows, columns):
-    placement = chain(make, numbers)
+def test_a_map_of_its_own_coordinates_comes_back_as_the_tokens_centres(numbers, area, h, w, rows, columns):
+    placement = chain(numbers)
     got = sample_maps(collate_maps([coordinate_map(h, w, area)], 2), make.batch([placement]), (rows, columns))
     centre = np.stack(np.meshgrid((np.arange(columns) + 0.5) / columns, (np.arange(rows) + 0.5) / rows), axis=-1)
     truth = centre @ placement[:, :2].T + placement[:, 2]
@@ -148,11 +137,11 @@ def slowly(scores, placement, grid, area=(0.0, 0.0, 1.0, 1.0)):
 @given(
     chains, st.floats(5, 60) | st.floats(-60, -5), areas, st.integers(0, 2**31), st.integers(1, 8), st.integers(1, 8)
 )
-def test_any_affine_equals_sampling_one_point_at_a_time(make, numbers, angle, area, seed, h, w):
+def test_any_affine_equals_sampling_one_point_at_a_time(numbers, angle, area, seed, h, w):
     rng = np.random.default_rng(seed)
-    placement = chain(make, (*numbers[:3], angle, *numbers[4:])).astype(np.float32).astype(np.float64)
+    placement = chain((*numbers[:3], angle, *numbers[4:])).astype(np.float32).astype(np.float64)
     scores = rng.normal(size=(h, w, 1)).astype(np.float32)
-    maps = collate_maps([_plain(scores, np.zeros((h, w, 1), np.int64), area)], 1)
+    maps = collate_maps([make.plain(scores, np.zeros((h, w, 1), np.int64), area)], 1)
     for grid, got in zip(((3, 4), (1, 1)), sampled_one_class(maps, make.batch([placement]), (3, 4)), strict=True):
         expected = slowly(scores[:, :, 0], placement, grid, np.float32(area).astype(np.float64))
         there = ~np.isnan(expected)
@@ -164,8 +153,8 @@ def sampled_one_class(maps, placement, grid):
     return got.tokens[0, :, :, 0].numpy(), got.image[:, :1].numpy()
 
 
-def test_a_token_on_the_edge_weighs_its_labelled_part(make):
-    maps = collate_maps([_plain(np.full((4, 4, 1), 5.0, np.float32), np.zeros((4, 4, 1), np.int64))], 1)
+def test_a_token_on_the_edge_weighs_its_labelled_part():
+    maps = collate_maps([make.plain(np.full((4, 4, 1), 5.0, np.float32), np.zeros((4, 4, 1), np.int64))], 1)
     got = sample_maps(maps, make.batch([make.crop(-0.3, -0.1, 0.7, 0.9)]), (1, 2))
     torch.testing.assert_close(got.weight, torch.tensor([[[0.2 / 0.5 * 0.9, 0.9]]]))
     torch.testing.assert_close(got.tokens[0, 0, :, 0], torch.tensor([5.0, 5.0]))
@@ -175,9 +164,9 @@ def test_a_token_on_the_edge_weighs_its_labelled_part(make):
     torch.testing.assert_close(got.weight, torch.tensor([[[0.36, 0.9]]]), atol=0.15, rtol=0)
 
 
-def test_a_map_of_the_centre_crop_has_no_label_outside_it(make):
+def test_a_map_of_the_centre_crop_has_no_label_outside_it():
     area = (0.25, 0.0, 0.75, 1.0)
-    maps = collate_maps([_plain(np.full((4, 4, 1), 5.0, np.float32), np.zeros((4, 4, 1), np.int64), area)], 1)
+    maps = collate_maps([make.plain(np.full((4, 4, 1), 5.0, np.float32), np.zeros((4, 4, 1), np.int64), area)], 1)
     for placement in (make.crop(0, 0, 1, 1), make.about_centre(make.rotation(0.01))):
         got = sample_maps(maps, make.batch([placement]), (4, 4))
         assert (got.weight[0, :, [0, 3]] == 0).all()
@@ -185,7 +174,7 @@ def test_a_map_of_the_centre_crop_has_no_label_outside_it(make):
         torch.testing.assert_close(got.image_weight, torch.tensor([0.5]))
 
 
-def test_a_nearly_straight_rotation_equals_the_crop(make):
+def test_a_nearly_straight_rotation_equals_the_crop():
     rng = np.random.default_rng(5)
     maps = make.maps(rng, n=1, h=9, w=7)
     straight = make.crop(0.1, 0.2, 0.7, 0.8)
@@ -196,7 +185,7 @@ def test_a_nearly_straight_rotation_equals_the_crop(make):
     same(sample_maps(maps, make.batch([straight]), (5, 4)), sample_maps(maps, make.batch([turned]), (5, 4)), 1e-3)
 
 
-def test_a_batch_of_both_kinds_equals_its_images_one_by_one(make):
+def test_a_batch_of_both_kinds_equals_its_images_one_by_one():
     rng = np.random.default_rng(6)
     maps = make.maps(rng, n=4)
     placements = [
@@ -212,7 +201,7 @@ def test_a_batch_of_both_kinds_equals_its_images_one_by_one(make):
         same(SampledMaps(*(part[i : i + 1] for part in together)), alone, 1e-6)
 
 
-def test_half_precision_scores_are_averaged_in_single_precision(make):
+def test_half_precision_scores_are_averaged_in_single_precision():
     maps = make.maps(np.random.default_rng(9), n=2, dtype="f2")
     assert maps.scores.dtype == torch.float16
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -222,7 +211,7 @@ def test_half_precision_scores_are_averaged_in_single_precision(make):
     torch.testing.assert_close(got.tokens, roi_crop(maps, boxes, (3, 3)), rtol=0, atol=1e-5)
 
 
-def test_a_plan_serves_the_image_label_and_is_remade_for_another_grid(make):
+def test_a_plan_serves_the_image_label_and_is_remade_for_another_grid():
     rng = np.random.default_rng(11)
     maps = make.maps(rng, n=2, h=9, w=8)
     for turn in (0, 15):
@@ -232,7 +221,7 @@ def test_a_plan_serves_the_image_label_and_is_remade_for_another_grid(make):
             same(sample_maps(maps, placement, grid), sample_maps(maps, placement, grid, plan), 1e-6)
 
 
-def test_a_placement_of_the_wrong_shape_is_named(make):
+def test_a_placement_of_the_wrong_shape_is_named():
     maps = make.maps(np.random.default_rng(0), n=2)
     with pytest.raises(ValueError, match=r"\[2, 2, 3\], got \[1, 2, 3\]"):
         sample_maps(maps, make.batch([make.crop(0, 0, 1, 1)]), (2, 2))

@@ -1,7 +1,5 @@
 """Fill a store with maps that follow from the key alone; run as a program it is the victim of the kill tests."""
 
-from __future__ import annotations
-
 import sys
 import time
 import zlib

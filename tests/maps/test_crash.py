@@ -1,7 +1,5 @@
 """A store survives kill -9, second runs and full disks, and comes out the same."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
@@ -16,6 +14,7 @@ import pytest
 
 from everytoken.files import BusyError, DiskFullError
 from everytoken.maps import Maps, MapWriter, verify
+from tests.maps import fill_store as filling
 
 SCRIPT = Path(__file__).with_name("fill_store.py")
 
@@ -62,47 +61,44 @@ def die_at(step: int) -> None:
     Path.unlink = deadly(Path.unlink)  # type: ignore[method-assign]
 
 
-def test_a_kill_at_any_disk_operation_ends_in_the_same_store(filling, content, tmp_path):
-    def work(step: int, folder: Path):
-        die_at(step)
-        filling.fill(folder, n=12)
-
-    filling.fill(tmp_path / "undisturbed", n=12)
+def check_every_kill(work, content, tmp_path: Path, every: int, before: Path | None = None) -> None:
+    """Whatever the disk operation at which `work(folder)` is killed, doing it again ends in the same store."""
+    work(tmp_path / "undisturbed")
     undisturbed, step = content(tmp_path / "undisturbed"), 0
+
+    def killed_work(step: int, folder: Path) -> None:
+        die_at(step)
+        work(folder)
+
     while True:
         folder = tmp_path / f"s{step}"
-        killed = forked(lambda: work(step, folder)) == -signal.SIGKILL  # noqa: B023
-        filling.fill(folder, n=12)
+        if before is not None:
+            shutil.copytree(before, folder)
+        killed = forked(lambda: killed_work(step, folder)) == -signal.SIGKILL  # noqa: B023
+        if before is not None:
+            verdict = verify(folder)
+            assert verdict.ok, f"{verdict.problems} after a kill at operation {step}"
+        work(folder)
         assert content(folder) == undisturbed, f"differs after a kill at operation {step}"
         if not killed:
             break
-        step += 1 if "EVERYTOKEN_KILLS" in os.environ else 2
+        step += 1 if "EVERYTOKEN_KILLS" in os.environ else every
     assert step > 10
 
 
-def test_a_kill_while_skipped_images_are_tried_again_ends_in_the_same_store(filling, content, tmp_path):
-    def retry(folder: Path, step: int | None = None):
-        if step is not None:
-            die_at(step)
+def test_a_kill_at_any_disk_operation_ends_in_the_same_store(content, tmp_path):
+    check_every_kill(lambda folder: filling.fill(folder, n=12), content, tmp_path, every=2)
+
+
+def test_a_kill_while_skipped_images_are_tried_again_ends_in_the_same_store(content, tmp_path):
+    def retry(folder: Path):
         with MapWriter(folder, filling.keys(12), filling.META, 8, retry_skipped=True) as writer:
             writer.write({key: filling.make_map(key) for key in writer.pending_keys()})
             writer.finalize()
 
     filling.fill(tmp_path / "before", n=12)
-    retry(tmp_path / "mended")
-    mended, step = content(tmp_path / "mended"), 0
-    while True:
-        folder = tmp_path / f"s{step}"
-        shutil.copytree(tmp_path / "before", folder)
-        killed = forked(lambda: retry(folder, step)) == -signal.SIGKILL  # noqa: B023
-        verdict = verify(folder)
-        assert verdict.ok, f"{verdict.problems} after a kill at operation {step}"
-        retry(folder)
-        assert content(folder) == mended, f"differs after a kill at operation {step}"
-        if not killed:
-            break
-        step += 1 if "EVERYTOKEN_KILLS" in os.environ else 3
-    assert step > 10
+    shutil.copytree(tmp_path / "before", tmp_path / "undisturbed")
+    check_every_kill(retry, content, tmp_path, every=3, before=tmp_path / "before")
 
 
 def test_kills_at_random_moments_end_in_the_same_store(content, reference, tmp_path):
@@ -117,7 +113,7 @@ def test_kills_at_random_moments_end_in_the_same_store(content, reference, tmp_p
     assert content(folder) == reference
 
 
-def test_a_resumed_run_redoes_only_the_shard_in_work(filling, tmp_path):
+def test_a_resumed_run_redoes_only_the_shard_in_work(tmp_path):
     seen: list[str] = []
 
     def run(stop_after: int | None):
@@ -137,7 +133,7 @@ def test_a_resumed_run_redoes_only_the_shard_in_work(filling, tmp_path):
     assert [key for key in dict.fromkeys(seen) if seen.count(key) > 1] == sorted(filling.keys(40))[16:21]
 
 
-def test_two_processes_side_by_side_make_the_same_store_as_one(filling, content, reference, tmp_path):
+def test_two_processes_side_by_side_make_the_same_store_as_one(content, reference, tmp_path):
     folder = tmp_path / "s"
     both = [start(folder, rank, 2, delay=0.005, finish=False) for rank in (0, 1)]
     assert [process.wait() for process in both] == [0, 0], [process.stderr.read() for process in both]
@@ -147,7 +143,7 @@ def test_two_processes_side_by_side_make_the_same_store_as_one(filling, content,
     assert content(folder) == reference
 
 
-def test_a_killed_run_of_many_processes_is_finished_by_one(filling, content, reference, tmp_path):
+def test_a_killed_run_of_many_processes_is_finished_by_one(content, reference, tmp_path):
     folder = tmp_path / "s"
     both = [start(folder, rank, 3, delay=0.02, finish=False) for rank in (1, 2)]
     for process in both:
@@ -160,7 +156,7 @@ def test_a_killed_run_of_many_processes_is_finished_by_one(filling, content, ref
     assert content(folder) == reference  # no temporary file of the dead is left either
 
 
-def test_a_second_run_is_refused_while_the_first_lives_and_welcome_when_it_was_killed(filling, tmp_path):
+def test_a_second_run_is_refused_while_the_first_lives_and_welcome_when_it_was_killed(tmp_path):
     folder = tmp_path / "s"
     first = start(folder, delay=0.05)
     while not list(folder.glob("shard-*")):
@@ -172,7 +168,7 @@ def test_a_second_run_is_refused_while_the_first_lives_and_welcome_when_it_was_k
     first.wait()
 
 
-def test_one_process_cannot_open_a_store_for_writing_twice(filling, tmp_path):
+def test_one_process_cannot_open_a_store_for_writing_twice(tmp_path):
     with MapWriter(tmp_path / "s", filling.keys(9), filling.META):
         with pytest.raises(BusyError, match="being written"):
             MapWriter(tmp_path / "s", filling.keys(9), filling.META, patience=0)
@@ -183,7 +179,7 @@ def test_one_process_cannot_open_a_store_for_writing_twice(filling, tmp_path):
     MapWriter(tmp_path / "s", filling.keys(9), filling.META).close()
 
 
-def test_a_forked_worker_does_not_hold_the_lock(filling, tmp_path):
+def test_a_forked_worker_does_not_hold_the_lock(tmp_path):
     ready, done = os.pipe(), os.pipe()
 
     def owner():
@@ -200,7 +196,7 @@ def test_a_forked_worker_does_not_hold_the_lock(filling, tmp_path):
     os.write(done[1], b"x")
 
 
-def test_a_full_disk_is_told_and_loses_nothing(filling, content, reference, tmp_path, monkeypatch):
+def test_a_full_disk_is_told_and_loses_nothing(content, reference, tmp_path, monkeypatch):
     folder = tmp_path / "s"
     for function, victim in ((os.write, "write"), (os.fsync, "fsync"), (os.replace, "replace")):
         for calls in (1, 4, 9, 17, 33):
@@ -257,7 +253,7 @@ def test_a_really_full_disk(tmp_path):
     assert ran.stdout.splitlines() == ["True", "True", "True", "True", "True True"], ran.stderr
 
 
-def test_a_file_system_without_locks_is_warned_about(filling, tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, caplog):
     import fcntl
 
     def unsupported(*_):

@@ -1,7 +1,5 @@
 """Damaged and crafted stores: whatever is wrong is an error of ours that names it, and nothing is written outside."""
 
-from __future__ import annotations
-
 import errno
 import json
 import mmap
@@ -18,17 +16,11 @@ import pytest
 from everytoken import files
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, format, verify
-from everytoken.maps.errors import StoreDamagedError
-from everytoken.maps.format import list_shards
+from everytoken.maps.format import StoreDamagedError, list_shards
+from tests.maps import fill_store as filling
 
 
-@pytest.fixture
-def folder(filling, tmp_path) -> Path:
-    filling.fill(tmp_path / "s")
-    return tmp_path / "s"
-
-
-def test_no_flipped_bit_is_read_as_a_map(folder, filling):
+def test_no_flipped_bit_is_read_as_a_map(folder):
     """As training reads: by key and by number, with a fresh store."""
     chance, silent = random.Random(5), []
     keys = [key for key in filling.keys(40) if "0." not in key.split("_")[-1]]
@@ -60,7 +52,7 @@ def test_shards_in_each_others_place_are_noticed(folder):
 
 
 @pytest.mark.parametrize("area", [(0, 0, np.nan, 1), (0, 0, np.inf, 1), (0.5, 0, 0.5, 1)])
-def test_an_impossible_area_is_named_although_its_checksum_is_right(filling, tmp_path, monkeypatch, area):
+def test_an_impossible_area_is_named_although_its_checksum_is_right(tmp_path, monkeypatch, area):
     monkeypatch.setattr("everytoken.maps.writer.check_maps", lambda keys, classes, shape, *arrays: dict(
         zip(("scores", "classes", "size", "area"), map(np.asarray, arrays), strict=True)))  # fmt: skip
     with MapWriter(tmp_path / "s", ["a.jpg"], filling.META) as writer:
@@ -75,7 +67,7 @@ EVIL = ["../evil.jpg", "/tmp/evil.jpg", "a/../../evil.jpg", "..\\evil.jpg", "\\\
 
 
 @pytest.mark.parametrize("evil", EVIL)
-def test_a_key_that_leads_out_of_the_folder_is_refused_and_reported(filling, tmp_path, monkeypatch, evil):
+def test_a_key_that_leads_out_of_the_folder_is_refused_and_reported(tmp_path, monkeypatch, evil):
     with monkeypatch.context() as patch:
         patch.setattr(format, "stays_inside", lambda key: True)
         with MapWriter(tmp_path / "in/s", [evil, "good/1.jpg"], filling.META) as writer:
@@ -227,7 +219,7 @@ print(sum(maps[key].size[0] for key in [*maps, *maps]))
 """
 
 
-def test_a_store_of_more_shards_than_file_handles_can_be_read(tmp_path, filling):
+def test_a_store_of_more_shards_than_file_handles_can_be_read(tmp_path):
     meta = filling.StoreMeta((9, 9), 5, num_classes=11)
     records = {key: filling.make_map(key, (9, 9), 5) for key in filling.keys(90)}
     with MapWriter(tmp_path / "s", records, meta, 3) as writer:  # 30 shards that are large enough to be mapped
@@ -242,7 +234,7 @@ def test_a_store_of_more_shards_than_file_handles_can_be_read(tmp_path, filling)
     assert ran.stdout == f"{2 * 90 * 640}\n", ran.stderr
 
 
-def test_names_that_are_not_utf8_come_back(tmp_path, filling):
+def test_names_that_are_not_utf8_come_back(tmp_path):
     odd = "caf\udce9/1.jpg"
     meta = filling.StoreMeta((3, 4), 2, ["caf\udce9", *map(str, range(10))], annotator={"name": "x\udcff"})
     with MapWriter(tmp_path / "s", [odd, "b.jpg"], meta) as writer:

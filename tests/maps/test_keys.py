@@ -1,7 +1,5 @@
 """Keys: what may be one, and how they are found."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np
@@ -10,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
-from everytoken.maps.errors import StoreError
-from everytoken.maps.format import encode_keys
+from everytoken.maps.format import StoreError, encode_keys
 
 part = st.text(st.characters(exclude_characters="/\\:\0", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda text: text not in (".", "..")

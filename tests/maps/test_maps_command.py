@@ -1,7 +1,5 @@
 """`everytoken maps ...` through its real entry point."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -13,6 +11,7 @@ from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
 from everytoken.maps.format import list_shards
 from everytoken.maps.released import released_path
 from everytoken_lab.cli import main
+from tests.maps import fill_store as filling
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def test_sheet_finds_the_images_of_a_divided_folder_and_tells_what_it_does_not_f
     assert "no image was found under" in capsys.readouterr().err
 
 
-def test_info_works_on_a_store_that_is_not_finished(data, filling, capsys):
+def test_info_works_on_a_store_that_is_not_finished(data, capsys):
     with MapWriter(data / "begun", filling.keys(5), filling.META, 3) as writer:
         writer.write({key: filling.make_map(key) for key in writer.shard_keys(0)})
         assert run("info", data / "begun") == 0

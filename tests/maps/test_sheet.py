@@ -1,7 +1,5 @@
 """The numbers about maps, and the pictures of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
@@ -10,13 +8,7 @@ from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
 from everytoken_lab import draw
 from everytoken_lab.draw import OTHER, PALETTE, PANEL
 from everytoken_lab.maps.sheet import OTHERS, WRONG, load_photo, pick, sheet_picture
-from everytoken_lab.maps.summary import (
-    folder_label,
-    probability,
-    sample_positions,
-    summarize,
-    summarize_store,
-)
+from everytoken_lab.maps.summary import folder_label, probability, sample_positions, summarize, summarize_store
 
 NAMES = ["ant", "bee", "cat", "dog"]
 
@@ -228,22 +220,18 @@ def test_names_with_line_ends_and_bytes_that_are_no_unicode_are_drawn_in_one_lin
 
 def test_large_areas_carry_the_name_of_their_class_and_the_photo_keeps_its_colours():
     photo, classes = Image.new("RGB", (232, 232), "#2060a0"), np.array([[0, 1], [0, 1]])
-    picture, _ = draw.class_picture(
-        photo, classes, np.full((2, 2), 0.01), ["ant", "bee"].__getitem__, draw.ClassColours()
-    )
-    plain = draw.class_overlay(photo, classes, np.full((2, 2), 0.01), {0: draw.PALETTE[0], 1: draw.PALETTE[1]})
+
+    def pictures(photo, confidence):
+        """With names, and without."""
+        sure = np.full((2, 2), confidence)
+        named, _ = draw.class_picture(photo, classes, sure, ["ant", "bee"].__getitem__, draw.ClassColours())
+        plain = draw.class_overlay(photo, classes, sure, {0: draw.PALETTE[0], 1: draw.PALETTE[1]})
+        return np.asarray(named), plain
+
+    named, plain = pictures(photo, 0.01)
     assert np.abs(pixel(plain, 0.25, 0.25) - draw.rgb("#2060a0")).max() < 15
-    changed = (np.asarray(picture) != np.asarray(plain)).any(-1)
+    changed = (named != np.asarray(plain)).any(-1)
     assert changed[:, :116].any()
     assert changed[:, 116:].any()
-    few, _ = draw.class_picture(
-        photo.resize((20, 20)), classes, np.ones((2, 2)), ["ant", "bee"].__getitem__, draw.ClassColours()
-    )
-    assert (
-        np.asarray(few)
-        == np.asarray(
-            draw.class_overlay(
-                photo.resize((20, 20)), classes, np.ones((2, 2)), {0: draw.PALETTE[0], 1: draw.PALETTE[1]}
-            )
-        )
-    ).all()  # too small for names
+    named, plain = pictures(photo.resize((20, 20)), 1.0)
+    assert (named == np.asarray(plain)).all()  # too small for names

@@ -1,7 +1,5 @@
 """The code of docs/store.md runs as it stands there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

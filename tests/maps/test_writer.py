@@ -1,7 +1,5 @@
 """What the writer accepts, refuses and explains."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 
@@ -9,19 +7,19 @@ import numpy as np
 import pytest
 
 from everytoken.maps import Maps, MapWriter, ScoreMap
-from everytoken.maps.errors import StoreError, StoreMismatchError
-from everytoken.maps.format import list_shards
+from everytoken.maps.format import StoreError, StoreMismatchError, list_shards
 from everytoken.maps.writer import default_shard_size
+from tests.maps import fill_store as filling
 
 
-def test_shards_are_split_between_processes_without_gap_or_overlap(filling, tmp_path):
+def test_shards_are_split_between_processes_without_gap_or_overlap(tmp_path):
     with MapWriter(tmp_path / "s", filling.keys(40), filling.META, 4) as writer:
         for world in (1, 2, 3, 16):
             parts = [writer.pending_shards(rank, world) for rank in range(world)]
             assert sorted(shard for part in parts for shard in part) == list(range(10))
 
 
-def test_other_settings_or_images_are_refused_and_the_difference_is_told(filling, tmp_path):
+def test_other_settings_or_images_are_refused_and_the_difference_is_told(tmp_path):
     folder, keys = tmp_path / "s", filling.keys(20)
     filling.fill(folder, n=20)
     other = replace(filling.META, resize_mode="center", annotator={"name": "test", "size": [96, 96], "amp": True})
@@ -39,7 +37,7 @@ def test_other_settings_or_images_are_refused_and_the_difference_is_told(filling
     MapWriter(folder, keys[::-1], filling.META).close()  # the order does not matter
 
 
-def test_another_annotator_is_one_difference_and_no_list_of_hashes(filling, tmp_path):
+def test_another_annotator_is_one_difference_and_no_list_of_hashes(tmp_path):
     folder, keys = tmp_path / "s", filling.keys(20)
     made = {"name": "timm:a", "weights_sha256": "0" * 64, "input": {"size": [64, 64], "mean": [0.5, 0.5, 0.5]}}
     mine = replace(filling.META, annotator=made)
@@ -52,7 +50,7 @@ def test_another_annotator_is_one_difference_and_no_list_of_hashes(filling, tmp_
         MapWriter(folder, keys, replace(mine, annotator={**made, "weights_sha256": "1" * 64}))
 
 
-def test_a_folder_with_other_things_in_it_is_left_alone(filling, tmp_path):
+def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path):
     (tmp_path / "cat.jpg").touch()
     with pytest.raises(StoreError, match=r"not empty and not a store .*'cat\.jpg'"):
         MapWriter(tmp_path, filling.keys(3), filling.META)
@@ -61,30 +59,28 @@ def test_a_folder_with_other_things_in_it_is_left_alone(filling, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["cat.jpg"]
 
 
-def test_a_deleted_shard_of_a_finished_store_is_made_again(filling, content, reference, tmp_path):
-    filling.fill(tmp_path / "s")
-    list_shards(tmp_path / "s")[2].unlink()
-    with MapWriter(tmp_path / "s", filling.keys(40), filling.META) as writer:
+def test_a_deleted_shard_of_a_finished_store_is_made_again(content, reference, folder):
+    list_shards(folder)[2].unlink()
+    with MapWriter(folder, filling.keys(40), filling.META) as writer:
         assert writer.pending_shards() == [2]
-    filling.fill(tmp_path / "s")
-    assert content(tmp_path / "s") == reference
+    filling.fill(folder)
+    assert content(folder) == reference
 
 
-def test_skipped_images_are_tried_again_on_request(filling, content, tmp_path):
-    filling.fill(tmp_path / "s")
-    with MapWriter(tmp_path / "s", filling.keys(40), filling.META) as writer:
+def test_skipped_images_are_tried_again_on_request(content, folder, tmp_path):
+    with MapWriter(folder, filling.keys(40), filling.META) as writer:
         assert writer.pending_shards() == []
-    with MapWriter(tmp_path / "s", filling.keys(40), filling.META, retry_skipped=True) as writer:
+    with MapWriter(folder, filling.keys(40), filling.META, retry_skipped=True) as writer:
         pending = writer.pending_shards()
         assert 0 < len(pending) < 5
         writer.write({key: filling.make_map(key) for key in writer.pending_keys()})
         writer.finalize()
-    store = Maps(tmp_path / "s")
+    store = Maps(folder)
     assert len(store) == 40
     with MapWriter(tmp_path / "t", filling.keys(40), filling.META, 8) as writer:
         writer.write({key: filling.make_map(key) for key in writer.pending_keys()})
         writer.finalize()
-    assert content(tmp_path / "s") == content(tmp_path / "t")
+    assert content(folder) == content(tmp_path / "t")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +97,7 @@ def test_skipped_images_are_tried_again_on_request(filling, content, tmp_path):
         ({"size": (-1, 5)}, "size"),
     ],
 )
-def test_a_map_that_makes_no_sense_is_refused_by_name(filling, tmp_path, change, complaint):
+def test_a_map_that_makes_no_sense_is_refused_by_name(tmp_path, change, complaint):
     good = filling.make_map("a.jpg")
     bad = ScoreMap(**{name: getattr(good, name) for name in ("scores", "classes", "size", "area")} | change)
     both = [[getattr(one, name) for one in (good, bad)] for name in ("scores", "classes", "size", "area")]
@@ -112,7 +108,7 @@ def test_a_map_that_makes_no_sense_is_refused_by_name(filling, tmp_path, change,
         writer.put([0, 1], *both)
 
 
-def test_misuse_of_the_writer_is_explained(filling, tmp_path):
+def test_misuse_of_the_writer_is_explained(tmp_path):
     one = filling.make_map("a")
     with pytest.raises(StoreError, match="no images"):
         MapWriter(tmp_path / "s", [], filling.META)
@@ -140,15 +136,14 @@ def test_the_default_shard_size_keeps_shards_few_and_small():
         assert -(-total // default_shard_size(total)) <= 256
 
 
-def test_a_damaged_shard_or_that_of_another_store_under_its_name_is_made_again(filling, content, reference, tmp_path):
-    filling.fill(tmp_path / "s")
+def test_a_damaged_shard_or_that_of_another_store_under_its_name_is_made_again(content, reference, folder, tmp_path):
     other = replace(filling.META, annotator={"name": "another"})
     with MapWriter(tmp_path / "other", filling.keys(40), other, 8) as writer:
         writer.write({key: filling.make_record(key) for key in writer.shard_keys(1)})
-    (_, second, third, *_) = list_shards(tmp_path / "s")
+    (_, second, third, *_) = list_shards(folder)
     shutil.copy(tmp_path / "other" / second.name, second)
     third.write_bytes(third.read_bytes()[:-1])
-    with MapWriter(tmp_path / "s", filling.keys(40), filling.META) as writer:
+    with MapWriter(folder, filling.keys(40), filling.META) as writer:
         assert writer.pending_shards() == [1, 2]
-    filling.fill(tmp_path / "s")
-    assert content(tmp_path / "s") == reference
+    filling.fill(folder)
+    assert content(folder) == reference

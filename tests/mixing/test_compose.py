@@ -13,8 +13,8 @@ from everytoken.mixing import build_mixer
 from everytoken.mixing.guided import PuzzleMix
 from everytoken.mixing.methods import Compose, CutMix, MixToken, MixUp
 from everytoken.models import TokenModel
+from everytoken.objectives.distillation import OnlineTokenLabeling
 from everytoken.objectives.hard import HardLabels
-from everytoken.objectives.online_token import OnlineTokenLabeling
 from everytoken.objectives.tl_align import TLAlign
 from everytoken.objectives.token_labeling import TokenLabeling
 

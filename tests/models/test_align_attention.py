@@ -1,25 +1,31 @@
-"""Alignment through attention against the paper's algorithm: K-wide labels and explicit attention matrices."""
+"""Alignment through attention and token MLPs against the paper's algorithm: K-wide labels and explicit matrices."""
 
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import timm
 import torch
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+from timm.models.mlp_mixer import Affine, MixerBlock, MlpMixer, ResBlock
+from timm.models.vision_transformer import ParallelThingsBlock
 from torch import nn
 from torch.nn import functional as F
 
-import everytoken.models  # noqa: F401  registers LV-ViT
+import everytoken as et
 from everytoken.errors import EverytokenError
-from everytoken.functional.shares import aligned_cross_entropy
 from everytoken.models.align import RULES, Aligner, Alignment
 from everytoken.models.families import UnsupportedModelError
+from tests.models.by_hand import assert_gradients, batch, explicit, patches, tokens_of, watched, wide
 
 K, B = 6, 4
 SMALL = {"img_size": 64, "depth": 3, "embed_dim": 48, "num_heads": 3, "num_classes": K}
 MODELS = {
     "deit": ("deit_tiny_patch16_224", {}),
     "deit, pooled": ("deit_tiny_patch16_224", {"global_pool": "avg", "class_token": False}),
+    "deit, all pooled": (
+        "vit_tiny_patch16_224",
+        {"global_pool": "avg", "class_token": True, "reg_tokens": 2, "pool_include_prefix": True, "fc_norm": False},
+    ),
     "deit, explicit": ("deit_tiny_patch16_224", {"explicit": True}),
     "distilled": ("deit_tiny_distilled_patch16_224", {}),
     "deit3": ("deit3_small_patch16_224", {}),
@@ -36,7 +42,7 @@ MODELS = {
 def make(name, **more):
     entry, options = MODELS[name]
     options = {**SMALL, **options, **more}
-    explicit = options.pop("explicit", False)
+    plain = options.pop("explicit", False)
     torch.manual_seed(0)
     model = timm.create_model(entry, **options).train()
     with torch.no_grad():
@@ -48,23 +54,12 @@ def make(name, **more):
                 value.normal_(std=0.5)
             elif "gamma" in key or "ls1" in key or "ls2" in key:
                 value.fill_(0.5)
-    if explicit:
-        for module in model.modules():
-            if hasattr(module, "fused_attn"):
-                module.fused_attn = False
-    return model
+    return explicit(model) if plain else model
 
 
-def batch(model):
-    size = getattr(getattr(model, "patch_embed", None), "img_size", (64, 64))
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(B, 3, *size, generator=generator)
-    mask = torch.ones(B, *size)
-    for i in range(B):  # boxes that cut through patches
-        mask[i, 5 + 3 * i : 40, 10 : 50 - 5 * i] = 0
-    # tokens are mixed, not pixels: shares start behind the patch embedding, also where that mixes pixels by itself
-    mix = SimpleNamespace(mask=mask, ratio=mask.mean((1, 2)), partner=torch.arange(B - 1, -1, -1), level="tokens")
-    return images, torch.tensor([0, 1, 2, 5]), mix
+def batch_for(model):
+    """Of tokens, not pixels: shares start behind the patch embedding, also where that mixes pixels by itself."""
+    return batch(getattr(getattr(model, "patch_embed", None), "img_size", 64), B, "tokens")
 
 
 def softmax_matrix(attn, args, kwargs):
@@ -101,23 +96,19 @@ def softmax_matrix(attn, args, kwargs):
     return scores.softmax(-1)
 
 
-def slow(model, images, labels, mix, layers=None, residual=True):
-    """The paper's algorithm: K-wide labels, explicit matrices. Gives (logits, target [B, K], labels [B, N, K])."""
+def slow(model, images, mix, layers=None, residual=True):
+    """The paper's algorithm: K-wide labels, explicit matrices. Gives (target [B, K], labels [B, N, K], matrices)."""
     matrices = []
     kinds = [m for m in model.modules() if hasattr(m, "attn_drop") and hasattr(m, "num_heads")]
     hooks = [
         m.register_forward_pre_hook(lambda m, a, k: matrices.append(softmax_matrix(m, a, k).detach()), with_kwargs=True)
         for m in kinds
     ]
-    logits = model(images)
+    model(images)
     for hook in hooks:
         hook.remove()
-    own, partner = F.one_hot(labels, K).float(), F.one_hot(labels[mix.partner], K).float()
-    p = model.patch_embed.patch_size if hasattr(model, "patch_embed") else (16, 16)
-    h, w = images.shape[-2] // p[0], images.shape[-1] // p[1]
-    inside = mix.mask.view(B, h, p[0], w, p[1]).mean((2, 4)).view(B, h * w, 1)
-    y = inside * own[:, None] + (1 - inside) * partner[:, None]
-    free = (mix.ratio[:, None] * own + (1 - mix.ratio[:, None]) * partner)[:, None]
+    inside = patches(mix, model.patch_embed.patch_size[0]).flatten(1)
+    y, free = wide(inside, mix, K), wide(mix.ratio, mix, K)[:, None]
     for number, matrix in enumerate(matrices, start=1):
         y = torch.cat((free.expand(-1, matrix.shape[-1] - y.shape[1], -1), y), 1)
         if layers is not None and number not in layers:
@@ -126,232 +117,131 @@ def slow(model, images, labels, mix, layers=None, residual=True):
         m = mixed.shape[1]
         y = torch.cat(((mixed + y[:, :m]) / 2 if residual else mixed, y[:, m:]), 1)
     if model.global_pool == "avg":
-        target = y[:, y.shape[1] - h * w :].mean(1)
+        target = y[:, 0 if getattr(model, "pool_include_prefix", False) else -inside.shape[1] :].mean(1)
     elif hasattr(model, "head_dist") and not model.distilled_training:
         target = (y[:, 0] + y[:, 1]) / 2
     else:
         target = y[:, 0]
-    return logits, target, y, matrices
-
-
-def gradients(loss, model):
-    return torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    return target, y, matrices
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_targets_and_gradients_equal_the_k_wide_algorithm(name):
     model = make(name)
-    images, labels, mix = batch(model)
-    _, target, everywhere, _ = slow(model, images, labels, mix)
-
-    aligner = Aligner(model)
-    with aligner.watch(mix) as seen:
-        logits = model(images)
-    shares = seen.shares
-    own, partner = F.one_hot(labels, K).float(), F.one_hot(labels[mix.partner], K).float()
-    got = shares.image[:, None] * own + (1 - shares.image[:, None]) * partner
-    assert (got - target).abs().max() < 1e-6
-    tokens = shares.grid.flatten(1) if shares.prefix is None else torch.cat((shares.prefix, shares.grid.flatten(1)), 1)
-    got = tokens[..., None] * own[:, None] + (1 - tokens[..., None]) * partner[:, None]
-    assert (got - everywhere).abs().max() < 1e-6
+    images, mix = batch_for(model)
+    target, everywhere, _ = slow(model, images, mix)
+    shares, logits = watched(model, images, mix)
+    assert (wide(shares.image, mix, K) - target).abs().max() < 1e-6
+    assert (wide(tokens_of(shares), mix, K) - everywhere).abs().max() < 1e-6
     assert (shares.image - mix.ratio).abs().max() > 1e-3, "nothing has moved, so nothing was tested"
-
-    fast = gradients(aligned_cross_entropy(logits, labels, labels[mix.partner], shares.image), model)
-    for module in model.modules():
-        if hasattr(module, "fused_attn"):
-            module.fused_attn = False
-    exact = gradients(F.cross_entropy(model(images), target), model)
-    for a, b in zip(fast, exact, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert (a - b).norm() <= 1e-5 * b.norm() + 1e-8
+    if name == "deit, all pooled":
+        assert shares.prefix.shape == (B, 3)
+        assert (shares.image - shares.grid.mean((1, 2))).abs().max() > 1e-4
+    assert_gradients(model, images, logits, mix, shares.image, target)
 
 
-def test_watching_changes_neither_logits_nor_the_state_dict():
+@pytest.mark.parametrize("layers", [(1, 3), (-1,), (2,)])
+def test_a_subset_of_layers_counts_as_in_table_8(layers):
     model = make("deit")
-    images, _, mix = batch(model)
-    before, keys = model(images), list(model.state_dict())
-    aligner = Aligner(model)
-    with aligner.watch(mix):
-        watched = model(images)
-    assert torch.equal(before, watched)
-    assert torch.equal(before, model(images))
-    assert list(model.state_dict()) == keys
-    aligner.remove()
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_under_mixup_nothing_moves():
-    model = make("deit")
-    images, _, _ = batch(model)
-    ratio = torch.tensor([0.3, 0.5, 0.9, 1.0])
-    mix = SimpleNamespace(mask=ratio.view(B, 1, 1), ratio=ratio)
-    with Aligner(model).watch(mix) as seen:
-        model(images)
-    torch.testing.assert_close(seen.shares.image, ratio)
-    torch.testing.assert_close(seen.shares.grid, ratio[:, None, None].expand(B, 4, 4))
-
-
-def test_a_subset_of_layers_counts_as_in_table_8():
-    model = make("deit")
-    images, labels, mix = batch(model)
-    for layers, numbers in [((1, 3), {1, 3}), ((-1,), {3}), ((2,), {2})]:
-        _, target, _, _ = slow(model, images, labels, mix, numbers)
-        aligner = Aligner(model, Alignment(layers=layers))
-        with aligner.watch(mix) as seen:
-            model(images)
-        aligner.remove()
-        r = seen.shares.image
-        own, partner = F.one_hot(labels, K), F.one_hot(labels[mix.partner], K)
-        assert (r[:, None] * own + (1 - r[:, None]) * partner - target).abs().max() < 1e-6
+    images, mix = batch_for(model)
+    target, *_ = slow(model, images, mix, [number % 4 for number in layers])
+    shares, _ = watched(model, images, mix, layers=layers)
+    assert (wide(shares.image, mix, K) - target).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("name", ["deit", "deit, explicit", "distilled", "registers, oblong", "cait"])
 def test_the_last_layer_over_patches_is_the_attention_ratio_of_transmix(name):
     model = make(name)
-    images, labels, mix = batch(model)
-    last = slow(model, images, labels, mix)[3][-1].mean(1)  # [B, 1 or P + N, P + N]
-    p = model.patch_embed.patch_size[0]
-    patches = mix.mask.view(B, images.shape[2] // p, p, -1, p).mean((2, 4)).flatten(1)
+    images, mix = batch_for(model)
+    last = slow(model, images, mix)[2][-1].mean(1)  # [B, 1 or P + N, P + N]
+    own = patches(mix, model.patch_embed.patch_size[0]).flatten(1)
     rows = range(2) if name == "distilled" else range(1)  # the head reads the mean of two tokens, or the class token
     ratio = []
     for i in range(B):
         ratio.append(0.0)
         for row in rows:
-            attention = last[i, row, -patches.shape[1] :]
-            ratio[i] += float((attention * patches[i]).sum() / attention.sum()) / len(rows)
+            attention = last[i, row, -own.shape[1] :]
+            ratio[i] += float((attention * own[i]).sum() / attention.sum()) / len(rows)
     ratio = torch.tensor(ratio)
-    attention_alone = Alignment(layers=(-1,), residual=False, patches_only=True)
-    for options, wanted in (
-        (attention_alone, ratio),
-        (Alignment(layers=(-1,), patches_only=True), (ratio + mix.ratio) / 2),
-    ):
-        aligner = Aligner(model, options)
-        with aligner.watch(mix) as seen:
-            model(images)
-        aligner.remove()
-        torch.testing.assert_close(seen.shares.image, wanted, atol=1e-6, rtol=0)
+    for residual, wanted in ((False, ratio), (True, (ratio + mix.ratio) / 2)):
+        shares, _ = watched(model, images, mix, layers=(-1,), residual=residual, patches_only=True)
+        torch.testing.assert_close(shares.image, wanted, atol=1e-6, rtol=0)
     assert (ratio - mix.ratio).abs().max() > 1e-3
-
-
-def test_a_head_that_averages_prefix_tokens_too_reads_their_shares_too():
-    options = {
-        "global_pool": "avg",
-        "class_token": True,
-        "reg_tokens": 2,
-        "pool_include_prefix": True,
-        "fc_norm": False,
-    }
-    torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", **SMALL, **options).train()
-    for block in model.blocks:
-        nn.init.normal_(block.attn.qkv.weight, std=0.3)
-    images, labels, mix = batch(model)
-    everywhere = slow(model, images, labels, mix)[2]
-    with Aligner(model).watch(mix) as seen:
-        model(images)
-    own, partner = F.one_hot(labels, K).float(), F.one_hot(labels[mix.partner], K).float()
-    r = seen.shares.image[:, None]
-    assert everywhere.shape[1] == 3 + 16
-    assert (r * own + (1 - r) * partner - everywhere.mean(1)).abs().max() < 1e-6
-    assert (seen.shares.image - seen.shares.grid.mean((1, 2))).abs().max() > 1e-4
 
 
 def test_without_normalisation_the_target_adds_up_at_every_residual():
     model = make("deit")
-    images, _, mix = batch(model)
-    with Aligner(model, Alignment(normalise=False)).watch(mix) as seen:
-        model(images)
-    with Aligner(model).watch(mix) as normal:
-        model(images)
-    assert seen.shares.total == 2 ** (2 * 3)
-    assert normal.shares.total == 1
-    torch.testing.assert_close(seen.shares.image, normal.shares.image)
+    images, mix = batch_for(model)
+    (added, _), (normal, _) = (watched(model, images, mix, normalise=n) for n in (False, True))
+    assert (added.total, normal.total) == (2 ** (2 * 3), 1)
+    torch.testing.assert_close(added.image, normal.image)
 
 
 def test_the_distillation_token_has_its_own_share_while_it_is_trained():
     model = make("distilled")
-    images, labels, mix = batch(model)
+    images, mix = batch_for(model)
     model.set_distilled_training()
-    with Aligner(model).watch(mix) as seen:
-        model(images)
-    _, target, _, _ = slow(model, images, labels, mix)
-    own = F.one_hot(labels, K)
-    assert seen.shares.prefix.shape == (B, 2)
-    torch.testing.assert_close(seen.shares.image, seen.shares.prefix[:, 0])
-    r = seen.shares.image[0]
-    assert (r * own[0] + (1 - r) * own[3] - target[0]).abs().max() < 1e-6
+    shares, _ = watched(model, images, mix)
+    assert shares.prefix.shape == (B, 2)
+    torch.testing.assert_close(shares.image, shares.prefix[:, 0])
+    assert (wide(shares.image, mix, K) - slow(model, images, mix)[0]).abs().max() < 1e-6
 
 
 def test_history_keeps_the_shares_of_every_layer():
     model = make("cait")
-    images, _, mix = batch(model)
-    with Aligner(model, Alignment(history=True)).watch(mix) as seen:
-        model(images)
-    sizes = [tuple(s.shape) for s in seen.shares.history]
-    assert sizes == [(B, 16)] * 3 + [(B, 17)] * 2
-    torch.testing.assert_close(seen.shares.history[-1][:, 0], seen.shares.image)
+    images, mix = batch_for(model)
+    shares, _ = watched(model, images, mix, history=True)
+    assert [tuple(s.shape) for s in shares.history] == [(B, 16)] * 3 + [(B, 17)] * 2
+    torch.testing.assert_close(shares.history[-1][:, 0], shares.image)
 
 
-def test_an_unknown_attention_class_is_an_error_that_names_it():
-    class StrangeAttention(nn.Module):
-        def forward(self, x, attn_mask=None, is_causal=False):
-            return x
+class Strange(nn.Module):
+    def forward(self, x, attn_mask=None, is_causal=False):
+        return x
 
+
+def test_attention_that_is_unknown_or_cannot_be_seen_is_an_error_that_names_it(monkeypatch):
     model = make("deit")
-    model.blocks[1].attn = StrangeAttention()
-    with pytest.raises(UnsupportedModelError, match=r"StrangeAttention .*'blocks\.1\.attn'"):
+    model.blocks[1].attn = Strange()
+    with pytest.raises(UnsupportedModelError, match=r"Strange .*'blocks\.1\.attn'"):
         Aligner(model)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), "a failed aligner left hooks"
-
-
-def test_attention_that_cannot_be_seen_is_an_error(monkeypatch):
-    class Hidden(nn.Module):
-        def forward(self, x, attn_mask=None, is_causal=False):
-            return x
-
-    model = make("deit")
-    model.blocks[1].attn = Hidden()
-    path = f"{Hidden.__module__}.{Hidden.__qualname__}"
+    path = f"{Strange.__module__}.{Strange.__qualname__}"
     monkeypatch.setitem(RULES, path, RULES["timm.layers.attention.Attention"])
-    images, _, mix = batch(model)
+    images, mix = batch_for(model)
     aligner = Aligner(model)
-    with (
-        pytest.raises(UnsupportedModelError, match=r"Hidden .* its attention was not observed"),
-        aligner.watch(mix),
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"Strange .* its attention was not observed"), aligner.watch(mix):
         model(images)
     assert aligner.state.shares is None
 
 
-@pytest.mark.parametrize("entry", ["vit_tiny_patch16_224", "twins_svt_small", "gmlp_ti16_224"])
-def test_models_that_mix_tokens_in_unknown_ways_are_refused(entry):
-    if entry.startswith("vit"):
-        options = {"img_size": 64, "depth": 2, "global_pool": "prr"}
-        with pytest.raises(UnsupportedModelError, match="global_pool='prr'"):
-            Aligner(timm.create_model(entry, **options))
-        from timm.models.vision_transformer import ParallelThingsBlock
-
-        with pytest.raises(UnsupportedModelError, match="ParallelThingsBlock"):
-            Aligner(timm.create_model(entry, img_size=64, depth=2, block_fn=ParallelThingsBlock))
-    else:
-        with pytest.raises(UnsupportedModelError, match="alignment"):
-            Aligner(timm.create_model(entry, img_size=64 if "gmlp" in entry else 224))
+@pytest.mark.parametrize(
+    ("entry", "options", "what"),
+    [
+        ("vit_tiny_patch16_224", {"img_size": 64, "depth": 2, "global_pool": "prr"}, "global_pool='prr'"),
+        ("vit_tiny_patch16_224", {"img_size": 64, "depth": 2, "block_fn": ParallelThingsBlock}, "ParallelThingsBlock"),
+        ("vit_tiny_patch16_224", {"img_size": 64, "depth": 2, "patch_drop_rate": 0.5}, "PatchDropout"),
+        ("twins_svt_small", {"depths": (1, 1, 1, 1)}, "alignment"),
+        ("gmlp_ti16_224", {"img_size": 64}, "SpatialGatingBlock"),
+    ],
+)
+def test_models_that_mix_tokens_in_unknown_ways_are_refused(entry, options, what):
+    with pytest.raises(UnsupportedModelError, match=what):
+        Aligner(timm.create_model(entry, **options))
 
 
 def test_mistakes_of_the_caller_are_named():
     model = make("deit")
-    images, _, mix = batch(model)
+    images, mix = batch_for(model)
     with pytest.raises(EverytokenError, match=r"layers=\(4,\): this backbone has mixing layers 1 to 3"):
         Aligner(model, Alignment(layers=(4,)))
     aligner = Aligner(model)
-    with (
-        pytest.raises(ValueError, match="mask"),
-        aligner.watch(SimpleNamespace(mask=mix.mask[0], ratio=mix.ratio)),
-    ):
+    flat, few = batch_for(model)[1], batch(64, 2)[1]
+    flat.mask = mix.mask[0]
+    with pytest.raises(ValueError, match="mask"), aligner.watch(flat):
         model(images)
     with pytest.raises(EverytokenError, match=f"for 2 images.* {B}"):
-        aligner.run(model, images, SimpleNamespace(mask=mix.mask[:1], ratio=mix.ratio[:2]))
+        aligner.run(model, images, few)
     with pytest.raises(EverytokenError, match="has not run"), aligner.watch(mix):
         pass
     with aligner.watch(mix) as seen:
@@ -360,6 +250,102 @@ def test_mistakes_of_the_caller_are_named():
         model(images)
 
 
-def test_patch_dropping_is_refused():
-    with pytest.raises(UnsupportedModelError, match="PatchDropout"):
-        Aligner(make("deit", patch_drop_rate=0.5))
+# Attention that is not softmax(QK) between all tokens
+
+SHALLOW = {"img_size": 64, "depth": 2, "num_classes": 3}
+
+
+def randomised(name, **options):
+    torch.manual_seed(0)
+    model = timm.create_model(name, **{**SHALLOW, **options})
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if value.ndim > 1 and ("q" in key or "kv" in key or "pos_proj" in key or "latent" in key):
+                value.normal_(std=0.3)
+    return model.train()
+
+
+@pytest.mark.parametrize("more", [{}, {"class_token": True, "reg_tokens": 2, "pool_include_prefix": True}])
+def test_attention_pooling_reads_the_shares_that_its_weights_choose(more):
+    model = randomised("vit_base_patch16_siglip_224", embed_dim=48, num_heads=3, **more)
+    images, mix = batch()
+    seen = []
+    model.attn_pool.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with et.aligned(model, mix) as shares:
+        logits = model(images)
+    shares, pool = shares.shares, model.attn_pool
+    heads = pool.num_heads
+    k = pool.kv(seen[0]).unflatten(-1, (2, heads, -1))[:, :, 0].transpose(1, 2)
+    q = pool.q(pool.latent).unflatten(-1, (heads, -1)).transpose(1, 2)
+    matrix = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1).mean(1)[:, 0]
+    tokens = tokens_of(shares) if more else shares.grid.flatten(1)
+    torch.testing.assert_close(shares.image, (matrix * tokens).sum(-1), atol=1e-5, rtol=1e-5)
+    assert (shares.image - shares.grid.mean((1, 2))).abs().max() > 1e-3
+    view_model = et.TokenModel(model)
+    view_model.align()
+    view = view_model(images, et.Mix(mix.partner, mix.mask, mix.ratio, "pixels"))
+    torch.testing.assert_close(view.shares.image, shares.image)
+    torch.testing.assert_close(view.logits, logits)
+
+
+def test_convit_mixes_by_its_gated_attention_and_then_by_plain_attention():
+    model = randomised("convit_tiny", local_up_to_layer=1, embed_dim=16, num_heads=4)
+    matrices = []
+    for block in model.blocks:
+        block.attn.attn_drop.register_forward_pre_hook(lambda module, args: matrices.append(args[0].mean(1)))
+    images, mix = batch()
+    shares, _ = watched(model, images, mix)
+    r = patches(mix, 16).flatten(1)
+    r = ((matrices[0] @ r[..., None])[..., 0] + r) / 2
+    r = torch.cat((mix.ratio[:, None], r), dim=1)
+    r = ((matrices[1] @ r[..., None])[..., 0] + r) / 2
+    torch.testing.assert_close(tokens_of(shares), r, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(shares.image, r[:, 0], atol=1e-5, rtol=1e-5)
+    assert (r[:, 0] - mix.ratio).abs().max() > 1e-3
+
+
+# Learned token mixing
+
+
+def mixer(block):
+    torch.manual_seed(0)
+    more = {"mlp_ratio": 2, "norm_layer": Affine, "block_layer": partial(ResBlock, init_values=0.5)}
+    more = more if block is ResBlock else {}
+    model = MlpMixer(num_classes=K, img_size=64, patch_size=16, num_blocks=3, embed_dim=32, **more)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "tokens" in name:
+                value.normal_()
+    return model.train()
+
+
+def normal(weight):
+    out = weight.detach().abs().clone()
+    for i in range(out.shape[0]):
+        out[i] /= out[i].sum()
+    return out
+
+
+@pytest.mark.parametrize("block", [MixerBlock, ResBlock])
+def test_token_mlps_mix_by_the_size_of_their_weights(block):
+    model = mixer(block)
+    images, mix = batch(64, B)
+    y = wide(patches(mix, 16).flatten(1), mix, K)
+    for each in model.blocks:
+        layers = [each.linear_tokens] if block is ResBlock else [each.mlp_tokens.fc1, each.mlp_tokens.fc2]
+        mixed = y
+        for layer in layers:
+            mixed = normal(layer.weight) @ mixed
+        y = (mixed + y) / 2
+    shares, logits = watched(model, images, mix)
+    assert (wide(shares.image, mix, K) - y.mean(1)).abs().max() < 1e-6
+    assert (shares.image - mix.ratio).abs().max() > 1e-3
+    assert_gradients(model, images, logits, mix, shares.image, y.mean(1))
+
+
+def test_layers_of_token_mlps_can_be_left_out():
+    model = mixer(ResBlock)
+    images, mix = batch(64, B)
+    shares, _ = watched(model, images, mix, layers=(2,), residual=False)
+    wanted = patches(mix, 16).flatten(1) @ normal(model.blocks[1].linear_tokens.weight).t()
+    torch.testing.assert_close(shares.grid.flatten(1), wanted, atol=1e-6, rtol=0)

@@ -1,20 +1,32 @@
-"""Alignment through patch embeddings that overlap or attend, against K-wide labels of pixels, place by place."""
+"""Alignment through patch embeddings that overlap or attend, and through VOLO, against K-wide labels of pixels."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+from timm.models.volo import VOLO, OutlookAttention
 from torch.nn import functional as F
 
 import everytoken.models  # noqa: F401  registers T2T-ViT, LV-ViT and CvT
 from everytoken.mixing.mix import Mix
 from everytoken.models import TokenModel
-from everytoken.models.align import Aligner, Alignment
+from everytoken.models.align import Aligner, Alignment, HookBuilder
+from everytoken.models.align.state import ShareState
+from tests.models.by_hand import (
+    assert_gradients,
+    batch,
+    convolved,
+    inputs_of,
+    patches,
+    tokens_of,
+    under,
+    unmixed,
+    watched,
+    wide,
+)
 
 B, K, SIZE = 2, 5, (32, 48)
-LABELS = torch.tensor([3, 1])
 T2T = {"img_size": SIZE, "depth": 2, "embed_dim": 24, "num_heads": 2, "num_classes": K, "token_dim": 8}
 
 
@@ -33,39 +45,6 @@ def lvvit():
     return timm.create_model("lvvit_t", img_size=SIZE, depth=1, embed_dim=24, num_heads=2, num_classes=K).train()
 
 
-def batch(level="pixels"):
-    images = torch.randn(B, 3, *SIZE, generator=torch.Generator().manual_seed(1))
-    mask = torch.ones(B, *SIZE)
-    mask[0, 7:29, 11:30] = 0
-    mask[1, :, 25:] = 0
-    return images, SimpleNamespace(mask=mask, ratio=mask.mean((1, 2)), partner=torch.tensor([1, 0]), level=level)
-
-
-def labels_of_pixels(mix):
-    own, partner = F.one_hot(LABELS, K).float(), F.one_hot(LABELS[mix.partner], K).float()
-    r = mix.mask[..., None]
-    return r * own[:, None, None] + (1 - r) * partner[:, None, None]
-
-
-def windows(y, kernel, stride, padding):
-    """Norm(T(kernel))·Y of labels [B, h, w, K]: the weighted mean of what is inside, one output place at a time."""
-    _, h, w, _ = y.shape
-    k = len(kernel)
-    rows, columns = ((side + 2 * padding - k) // stride + 1 for side in (h, w))
-    new = torch.zeros(B, rows, columns, K)
-    for i in range(rows):
-        for j in range(columns):
-            total = 0.0
-            for a in range(k):
-                for b in range(k):
-                    u, v = i * stride + a - padding, j * stride + b - padding
-                    if 0 <= u < h and 0 <= v < w:
-                        new[:, i, j] += kernel[a][b] * y[:, u, v]
-                        total += kernel[a][b]
-            new[:, i, j] /= total
-    return new
-
-
 def matrix_of(layer, x):
     """The row-normalised weights [B, N, N] of a narrow attention layer."""
     if hasattr(layer, "w"):
@@ -80,24 +59,20 @@ def matrix_of(layer, x):
 
 @torch.no_grad()
 def slow_t2t(model, images, mix, attend=True, residual=True):
-    inputs = []
     embedding = model.tokens_to_token
     layers = (embedding.attention1, embedding.attention2)
-    hooks = [layer.register_forward_pre_hook(lambda m, a: inputs.append(a[0])) for layer in layers]
-    model(images)
-    for hook in hooks:
-        hook.remove()
-    y = labels_of_pixels(mix)
+    inputs = inputs_of(layers, lambda: model(images))
+    y = wide(mix.mask, mix, K)
     for i, (k, s, p) in enumerate(embedding.splits):
-        y = windows(y, torch.ones(k, k).tolist(), s, p)
+        y = under(y, torch.ones(k, k), s, p)
         if i < 2 and attend:
-            mixed = (matrix_of(layers[i], inputs[i]) @ y.flatten(1, 2)).view(y.shape)
+            mixed = (matrix_of(layers[i], inputs[layers[i]][0]) @ y.flatten(1, 2)).view(y.shape)
             y = (mixed + y) / 2 if residual else mixed
     return y
 
 
 def shares_after_the_embedding(model, images, mix, **options):
-    """The shares [B, h, w] that the first block is given."""
+    """The shares [B, h, w] that the first block is given, and those of the pass."""
     aligner = Aligner(model, Alignment(**options))
     found = []
     hook = model.blocks[0].register_forward_pre_hook(lambda *_: found.append(aligner.state.shares))
@@ -109,73 +84,51 @@ def shares_after_the_embedding(model, images, mix, **options):
     return shares.view(seen.shares.grid.shape), seen.shares
 
 
-def as_labels(shares, mix):
-    own, partner = F.one_hot(LABELS, K).float(), F.one_hot(LABELS[mix.partner], K).float()
-    return shares[..., None] * own[:, None, None] + (1 - shares[..., None]) * partner[:, None, None]
-
-
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("tokens", ["performer", "transformer"])
 def test_tokens_to_token_equals_labels_of_pixels_carried_through_it(tokens, residual):
     model = t2t(tokens)
-    images, mix = batch()
+    images, mix = batch(SIZE)
     shares, seen = shares_after_the_embedding(model, images, mix, residual=residual)
-    wanted = slow_t2t(model, images, mix, residual=residual)
     assert seen.grid.shape == (B, 2, 3)
-    assert (as_labels(shares, mix) - wanted).abs().max() < 1e-5
-    patches = mix.mask.view(B, 2, 16, 3, 16).mean((2, 4))
-    assert (shares - patches).abs().max() > 0.05, "the embedding moved nothing, so nothing was tested"
+    assert (wide(shares, mix, K) - slow_t2t(model, images, mix, residual=residual)).abs().max() < 1e-5
+    assert (shares - patches(mix, 16)).abs().max() > 0.05, "the embedding moved nothing, so nothing was tested"
 
 
-def test_chosen_layers_leave_the_attention_of_the_embedding_out_but_not_its_windows():
-    images, mix = batch()
-    for tokens in ("performer", "transformer"):
-        model = t2t(tokens)
-        shares, _ = shares_after_the_embedding(model, images, mix, layers=(-1,))
-        assert (as_labels(shares, mix) - slow_t2t(model, images, mix, attend=False)).abs().max() < 1e-5
-        _, seen = shares_after_the_embedding(model, images, mix, normalise=False)
-        assert seen.total == 2 ** (2 * 4)  # two blocks and two narrow layers, two residual connections each
-        _, seen = shares_after_the_embedding(model, images, mix, history=True)
-        assert len(seen.history) == 2  # the blocks
+@pytest.mark.parametrize("tokens", ["performer", "transformer"])
+def test_chosen_layers_leave_the_attention_of_the_embedding_out_but_not_its_windows(tokens):
+    model = t2t(tokens)
+    images, mix = batch(SIZE)
+    shares, _ = shares_after_the_embedding(model, images, mix, layers=(-1,))
+    assert (wide(shares, mix, K) - slow_t2t(model, images, mix, attend=False)).abs().max() < 1e-5
+    _, seen = shares_after_the_embedding(model, images, mix, normalise=False, history=True)
+    assert seen.total == 2 ** (2 * 4)  # two blocks and two narrow layers, two residual connections each
+    assert len(seen.history) == 2  # the blocks
 
 
 @torch.no_grad()
 def test_the_stem_of_lv_vit_is_followed_from_the_pixels():
     model = lvvit()
-    images, mix = batch()
+    images, mix = batch(SIZE)
     shares, _ = shares_after_the_embedding(model, images, mix)
-    y = labels_of_pixels(mix)
-    for i in (1, 2, 3):
-        conv = getattr(model.patch_embed, f"conv{i}")
-        each = conv.weight.abs().sum(1)
-        kernel = (each / each.sum((1, 2), keepdim=True)).mean(0)
-        y = windows(y, kernel.tolist(), conv.stride[0], conv.padding[0])
-    y = windows(y, torch.ones(8, 8).tolist(), 8, 0)
-    assert (as_labels(shares, mix) - y).abs().max() < 1e-5
-    assert (shares - mix.mask.view(B, 2, 16, 3, 16).mean((2, 4))).abs().max() > 1e-3
+    y, embed = wide(mix.mask, mix, K), model.patch_embed
+    for conv in (embed.conv1, embed.conv2, embed.conv3, embed.proj):
+        y = convolved(y, conv)
+    assert (wide(shares, mix, K) - y).abs().max() < 1e-5
+    assert (shares - patches(mix, 16)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("build", [t2t, lvvit])
 def test_tokens_that_are_mixed_behind_the_embedding_start_there(build):
-    model = build()
-    images, mix = batch("tokens")
-    shares, _ = shares_after_the_embedding(model, images, mix)
-    torch.testing.assert_close(shares, mix.mask.view(B, 2, 16, 3, 16).mean((2, 4)))
-
-
-@pytest.mark.parametrize("build", [t2t, lambda: t2t("transformer"), lvvit])
-def test_whole_images_stay_whole_and_mixup_moves_nothing(build):
-    model = build()
-    images, _ = batch()
-    for ratio in (torch.ones(B), torch.tensor([0.25, 0.6])):
-        _, seen = shares_after_the_embedding(model, images, SimpleNamespace(mask=ratio.view(B, 1, 1), ratio=ratio))
-        torch.testing.assert_close(seen.grid, ratio.view(B, 1, 1).expand(B, 2, 3), atol=1e-5, rtol=0)
+    images, mix = batch(SIZE, level="tokens")
+    shares, _ = shares_after_the_embedding(build(), images, mix)
+    torch.testing.assert_close(shares, patches(mix, 16))
 
 
 @pytest.mark.parametrize("tokens", ["performer", "transformer"])
 def test_watching_the_embedding_leaves_logits_gradients_and_copies_alone(tokens):
     model = t2t(tokens)
-    images, mix = batch()
+    images, mix = batch(SIZE)
     plain = model(images)
     wanted = torch.autograd.grad(plain.square().sum(), model.head.weight)[0]
     aligner = Aligner(model)
@@ -192,7 +145,7 @@ def test_watching_the_embedding_leaves_logits_gradients_and_copies_alone(tokens)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_hardly_moves_the_shares(dtype):
     model = t2t()
-    images, mix = batch()
+    images, mix = batch(SIZE)
     _, exact = shares_after_the_embedding(model, images, mix)
     with torch.autocast("cpu", dtype):
         _, seen = shares_after_the_embedding(model, images, mix)
@@ -203,8 +156,131 @@ def test_the_token_view_with_its_embedding_compiles_as_one_graph():
     torch._dynamo.reset()
     model = TokenModel(t2t(depth=1))
     model.align()
-    images, given = batch()
+    images, given = batch(SIZE)
     mix = Mix(given.partner, given.mask, given.ratio, "pixels")
     view = model(images, mix)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(images, mix).shares.image, view.shares.image)
+
+
+# VOLO: a stem, windows that overlap, and a class token that joins late
+
+WIDE = (64, 96)
+
+
+def volo():
+    torch.manual_seed(0)
+    widths = {"embed_dims": [8, 16, 16], "num_heads": [2, 2, 2], "stem_hidden_dim": 6, "mlp_ratio": 2}
+    model = VOLO([2, 1, 1], WIDE, num_classes=K, downsamples=(True, False, False), qkv_bias=True, **widths).train()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith((".qkv.weight", ".q.weight", ".kv.weight", ".attn.weight", ".attn.bias")):
+                value.normal_(std=0.7)
+    return model
+
+
+def outlooked(layer, x, y):
+    """Labels [B, h, w, K] after outlook attention of x [B, h, w, D]."""
+    h, w, heads = *y.shape[1:3], layer.num_heads
+    out = torch.zeros_like(y)
+    centres = F.avg_pool2d(x.permute(0, 3, 1, 2), 2, 2, ceil_mode=True).permute(0, 2, 3, 1)
+    for i in range(centres.shape[1]):
+        for j in range(centres.shape[2]):
+            scores = layer.attn(centres[:, i, j]).view(B, heads, 9, 9) * (x.shape[-1] // heads) ** -0.5
+            matrix = scores.softmax(-1).mean(1)
+            places = [(2 * i + u - 1, 2 * j + v - 1) for u in range(3) for v in range(3)]
+            inside = [(n, u, v) for n, (u, v) in enumerate(places) if 0 <= u < h and 0 <= v < w]
+            for to, u, v in inside:
+                for of, a, b in inside:
+                    out[:, u, v] += matrix[:, to, of, None] * y[:, a, b]
+    return out / out.sum(-1, keepdim=True)
+
+
+def attended(layer, x, y):
+    """Labels [B, N, K] after attention between all tokens x [B, N, D], or of the class token to all."""
+    of_class = hasattr(layer, "q")
+    q, k = (layer.q(x[:, :1]), layer.kv(x).chunk(2, -1)[0]) if of_class else layer.qkv(x).chunk(3, -1)[:2]
+    q, k = (t.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for t in (q, k))
+    return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1).mean(1) @ y
+
+
+@torch.no_grad()
+def slow_volo(model, images, mix):
+    """Labels of the class token and of the tokens, [B, 1 + N, K]."""
+    outlooks, blocks = list(model.network[0]), [*model.network[2], *model.network[3]]
+    layers = [block.attn for block in (*outlooks, *blocks, *model.post_network)]
+    inputs = {layer: args[0] for layer, args in inputs_of(layers, lambda: model(images)).items()}
+    if mix.level == "pixels":
+        y = wide(mix.mask, mix, K)
+        for conv in (*(model.patch_embed.conv[i] for i in (0, 3, 6)), model.patch_embed.proj):
+            y = convolved(y, conv)
+    else:
+        y = wide(patches(mix, 8), mix, K)
+    for block in outlooks:
+        y = (outlooked(block.attn, inputs[block.attn], y) + y) / 2
+    y = y.view(B, 4, 2, 6, 2, K).mean((2, 4)).flatten(1, 2)
+    for block in blocks:
+        y = (attended(block.attn, inputs[block.attn].flatten(1, 2), y) + y) / 2
+    y = torch.cat((wide(mix.ratio, mix, K)[:, None], y), 1)
+    for block in model.post_network:
+        y = torch.cat(((attended(block.attn, inputs[block.attn], y) + y[:, :1]) / 2, y[:, 1:]), 1)
+    return y
+
+
+@pytest.mark.parametrize("level", ["pixels", "tokens"])
+def test_volo_equals_labels_that_visit_every_place_of_every_window(level):
+    model = volo()
+    images, mix = batch(WIDE, level=level)
+    everywhere = slow_volo(model, images, mix)
+    plain = model(images)
+    shares, logits = watched(model, images, mix)
+    torch.testing.assert_close(logits, plain)
+    tokens = tokens_of(shares)
+    assert shares.grid.shape == (B, 4, 6)
+    assert 0 <= tokens.min() <= tokens.max() <= 1
+    assert (wide(tokens, mix, K) - everywhere).abs().max() < 1e-6
+    torch.testing.assert_close(shares.image, tokens[:, 0])
+    assert (shares.image - mix.ratio).abs().max() > 1e-3
+    assert_gradients(model, images, logits, mix, shares.image, everywhere[:, 0], None)
+
+
+@pytest.mark.parametrize("size", [(4, 6), (5, 7)])
+def test_shares_are_what_outlook_attention_makes_of_values_that_are_shares(size):
+    torch.manual_seed(0)
+    layer = OutlookAttention(4, 1, stride=2)
+    shares = torch.rand(B, *size)
+    tokens = torch.stack((shares, torch.ones_like(shares), *torch.randn(2, B, *size)), -1)
+    with torch.no_grad():
+        layer.v.weight.copy_(torch.eye(4))
+        layer.proj.weight.copy_(torch.eye(4))
+        layer.proj.bias.zero_()
+        mixed, state = layer(tokens), ShareState()
+        HookBuilder(state).attach(layer, "layer")
+        state.mask, state.ratio = torch.ones(B, 1, 1), torch.ones(B)
+        state.shares, state.grid = shares.flatten(1), size
+        layer(tokens)
+    expected = (mixed[..., 0] / mixed[..., 1] + shares) / 2
+    torch.testing.assert_close(state.shares.unflatten(1, size), expected, atol=1e-5, rtol=1e-5)
+    assert (expected - shares).abs().max() > 0.01
+
+
+def test_in_volo_layers_can_be_left_out_and_a_head_that_averages_reads_the_class_token_too():
+    model = volo()
+    images, mix = batch(WIDE, level="tokens")
+    shares, _ = watched(model, images, mix, layers=(6,), residual=False)
+    torch.testing.assert_close(shares.grid, patches(mix, 16))
+    model.global_pool = "avg"
+    shares, _ = watched(model, images, mix)
+    torch.testing.assert_close(shares.image, tokens_of(shares).mean(1))
+
+
+@pytest.mark.parametrize("build", [t2t, lambda: t2t("transformer"), lvvit, volo])
+def test_whole_images_stay_whole_and_mixup_moves_nothing(build):
+    model = build()
+    images, _ = batch(WIDE if build is volo else SIZE)
+    for ratio in (torch.ones(B), torch.tensor([0.25, 0.6])):
+        with Aligner(model).watch(unmixed(ratio)) as seen:
+            model(images)
+        wanted = ratio.view(B, 1, 1).expand(seen.shares.grid.shape)
+        torch.testing.assert_close(seen.shares.grid, wanted, atol=1e-5, rtol=0)
+        torch.testing.assert_close(seen.shares.image, ratio, atol=1e-5, rtol=0)

@@ -204,40 +204,31 @@ def test_what_is_not_there_is_named(name):
         open_model(name)
 
 
-HOSTILE = {
-    "architecture": "hf-hub:attacker/model",
-    "arguments": {"checkpoint_path": "/etc/passwd"},
-    "arguments ": {"pretrained_cfg_overlay": {"url": "http://example.com"}},
-    "arguments  ": {"pretrained_cfg": {"file": "/etc/passwd"}},
-    "arguments   ": {"features_only": True},
-    "arguments    ": {"pretrained": True},
-    "arguments     ": ["num_classes"],
-    "arguments      ": {"num_classes": 10**8},
-    "arguments       ": {"num_classes": 3, "depth": 10**8},
-    "arguments        ": {"num_classes": 3, "depth": 60},
-    "arguments         ": {"num_classes": "many"},
-    "calibration": dict.fromkeys(("images", "temperature"), 0)
-    | {name: [] for name in ("thresholds", "accuracy", "coverage")},
-    "class_names": "abc",
-    "class_names ": [1, 2],
-    "class_names  ": ["a"] * 8,
-    "img_size": [0, 64],
-    "img_size ": 64,
-    "mean": [0.5],
-    "std": [0, 0, 0],
-    "crop_pct": None,
-    "interpolation": "rm -rf",
-    "unknown": 1,
-}
+HOSTILE = [
+    ("architecture", "hf-hub:attacker/model"),
+    *(
+        ("arguments", value)
+        for value in (
+            *({"checkpoint_path": "/etc/passwd"}, {"pretrained_cfg_overlay": {"url": "http://example.com"}}),
+            *({"pretrained_cfg": {"file": "/etc/passwd"}}, {"features_only": True}, {"pretrained": True}),
+            *(["num_classes"], {"num_classes": "many"}, {"num_classes": 10**8}),
+            *({"num_classes": 3, "depth": 10**8}, {"num_classes": 3, "depth": 60}),
+        )
+    ),
+    ("calibration", {**dict.fromkeys(("images", "temperature"), 0), "thresholds": [], "accuracy": [], "coverage": []}),
+    *(("class_names", value) for value in ("abc", [1, 2], ["a"] * 8)),
+    *(("img_size", value) for value in ([0, 64], 64)),
+    *(("mean", [0.5]), ("std", [0, 0, 0]), ("crop_pct", None), ("interpolation", "rm -rf"), ("unknown", 1)),
+]
 
 
-@pytest.mark.parametrize("key", HOSTILE)
-def test_what_a_file_says_about_itself_is_checked_before_it_is_believed(tmp_path, key, monkeypatch):
+@pytest.mark.parametrize(("key", "value"), HOSTILE)
+def test_what_a_file_says_about_itself_is_checked_before_it_is_believed(tmp_path, key, value, monkeypatch):
     monkeypatch.setattr(opening.timm, "create_model", _local_only(opening.timm.create_model))
     values = {"architecture": "test_vit", "arguments": {"num_classes": 3}, "class_names": ["a", "b", "c"]}
     path = tmp_path / "weights.safetensors"
     state = timm.create_model("test_vit", num_classes=3).state_dict()
-    save_file(state, path, {"everytoken": json.dumps({**values, key.strip(): HOSTILE[key]})})
+    save_file(state, path, {"everytoken": json.dumps({**values, key: value})})
     with pytest.raises(EverytokenError, match=r"weights\.safetensors"):
         open_model(path)
 

@@ -1,4 +1,4 @@
-"""LV-ViT, T2T-ViT and CvT behave as timm's own models do: features, heads, groups, tracing, compiling."""
+"""LV-ViT, T2T-ViT and CvT have the published sizes and behave as timm's own: features, heads, groups, tracing."""
 
 import copy
 
@@ -31,52 +31,96 @@ def tiny(name, **more):
     return timm.create_model(name, **{**(MODELS | MORE)[name], **more})
 
 
-@every_model
-def test_features_heads_and_intermediates_follow_timm(name):
-    model = tiny(name).eval()
-    features = model.forward_features(X)
-    assert features.shape == (2, 17, 48)
-    assert torch.allclose(model.forward_head(features), model(X))
-    assert model.forward_head(features, pre_logits=True).shape == (2, 48)
-    final, grids = model.forward_intermediates(X)
-    assert tuple(grids[-1].shape) == (2, 48, 4, 4)
-    assert torch.allclose(final, features)
-    backbone = tiny(name, features_only=True, out_indices=(0, 1))
-    assert [f.shape[1] for f in backbone(X)] == backbone.feature_info.channels()
-    assert model.get_classifier() is model.head
-    model.reset_classifier(9, "avg")
-    assert torch.allclose(model(X), model.head(model.forward_features(X)[:, 1:].mean(1)), atol=1e-6)
-    model.reset_classifier(0)
-    assert model(X).shape == (2, 48)
+# (name, image, parameters, keys in the state dict, G multiply-adds of the papers or None)
+PUBLISHED = [
+    ("lvvit_t", 224, 8_534_720, 160, 2.87),
+    ("lvvit_s", 224, 26_151_824, 204, None),
+    ("lvvit_s", 384, 26_297_744, 204, 22.17),
+    ("lvvit_m", 224, 55_830_544, 248, 12.74),  # one paper prints 16.0
+    ("lvvit_m", 448, 56_131_600, 248, None),
+    ("lvvit_l", 224, 150_021_968, 292, None),
+    ("lvvit_l", 448, 150_473_552, 292, 157.0),
+    ("lvvit_l", 512, 150_657_872, 292, None),
+    ("t2t_vit_7", 224, 4_310_222, 111, 1.1),
+    ("t2t_vit_10", 224, 5_889_230, 144, None),
+    ("t2t_vit_12", 224, 6_941_902, 166, None),
+    ("t2t_vit_14", 224, 21_545_550, 188, 4.8),
+    ("t2t_vit_14", 384, 21_691_470, 188, None),  # published as 21.7 M
+    ("t2t_vit_19", 224, 39_177_422, 243, None),
+    ("t2t_vit_24", 224, 64_105_934, 298, None),
+    ("t2t_vit_t_14", 224, 21_541_070, 184, 6.1),
+    ("t2t_vit_t_19", 224, 39_172_942, 239, None),
+    ("t2t_vit_t_24", 224, 64_101_454, 294, None),
+    ("cvt_13", 224, 19_997_480, 459, 4.5),
+    ("cvt_13_pooled", 224, 19_936_296, 339, 4.5),
+    ("cvt_21", 224, 31_622_696, 731, 7.1),
+]
 
 
-@pytest.mark.parametrize("name", MORE)
-def test_variants_without_and_with_more_prefix_tokens_follow_timm_too(name):
-    model = tiny(name).eval()
-    features = model.forward_features(X)
-    assert features.shape == (2, PREFIX[name] + 16, 48)
-    assert torch.allclose(model.forward_head(features), model(X))
-    assert torch.allclose(model.forward_intermediates(X)[0], features, atol=1e-6)
-    backbone = tiny(name, features_only=True, out_indices=(0, 1))
-    assert [f.shape[1] for f in backbone(X)] == backbone.feature_info.channels()
-    model.reset_classifier(9)
-    assert model(X).shape == (2, 9)
+@pytest.mark.parametrize(("name", "size", "parameters", "keys", "gmac"), PUBLISHED)
+def test_parameters_keys_and_multiply_adds_are_the_published_ones(name, size, parameters, keys, gmac):
+    # token_vote runs the token head in evaluation, as the released code does; its counter also counts norms (< 1.5 %)
+    vote = {"token_vote": 0.5} if name.startswith("lvvit") else {}
+    with torch.device("meta"):
+        model = timm.create_model(name, img_size=size, **vote).eval()
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert len(model.state_dict()) == keys
+    if gmac is not None:
+        with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.empty(1, 3, size, size))
+        printed = 0.02 if name.startswith("cvt") else 0.015
+        assert counter.get_total_flops() / 2e9 == pytest.approx(gmac, rel=printed, abs=0.05 * name.startswith("t2t"))
 
 
 @pytest.mark.parametrize("name", [*MODELS, *MORE])
+def test_features_heads_and_intermediates_follow_timm(name):
+    model, prefix = tiny(name).eval(), PREFIX.get(name, 1)
+    features = model.forward_features(X)
+    assert features.shape == (2, prefix + 16, 48)
+    assert torch.allclose(model.forward_head(features), model(X))
+    assert model.forward_head(features, pre_logits=True).shape[-1] == 48
+    final, grids = model.forward_intermediates(X)
+    assert tuple(grids[-1].shape) == (2, 48, 4, 4)
+    assert torch.allclose(final, features, atol=1e-6)
+    backbone = tiny(name, features_only=True, out_indices=(0, 1))
+    assert [f.shape[1] for f in backbone(X)] == backbone.feature_info.channels()
+    assert name in MORE or model.get_classifier() is model.head
+    model.reset_classifier(9)
+    assert model(X).shape == (2, 9)
+    if name in MODELS:
+        model.reset_classifier(9, "avg")
+        assert torch.allclose(model(X), model.head(model.forward_features(X)[:, 1:].mean(1)), atol=1e-6)
+        model.reset_classifier(0)
+        assert model(X).shape == (2, 48)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("lvvit_t", {"norm_position": "mid"}, "mid"),
+        ("lvvit_t", {"block_norm": "batch"}, "batch"),
+        ("lvvit_t", {"patch_size": 8}, "patch_size=8"),
+        ("t2t_vit_7", {"patch_size": 8}, "patch_size=8"),
+        ("t2t_vit_7", {"tokens": "conv"}, "conv"),
+        ("t2t_vit_7", {"dynamic_img_pad": True}, "pad"),
+        ("cvt_13", {"depths": (1, 1)}, "embed_dims names 3 stages"),
+        ("cvt_13", {"global_pool": "max"}, "max"),
+        ("cvt_13", {"class_token": False, "global_pool": "token"}, "token"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(name, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(name, **wrong)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *MORE, *(n for n in SMALL if "nano" in n and n.endswith("_32"))])
 def test_the_default_configuration_names_real_layers(name):
-    weights = tiny(name).state_dict()
-    config = tiny(name).pretrained_cfg
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    config, weights = model.pretrained_cfg, model.state_dict()
     heads = [config["classifier"]] if isinstance(config["classifier"], str) else config["classifier"]
     for layer in (config["first_conv"], *heads):
         assert f"{layer}.weight" in weights
-
-
-def test_the_default_configurations_of_small_models_name_real_layers():
-    for name in (n for n in SMALL if "nano" in n and n.endswith("_32")):
-        with torch.device("meta"):
-            model = timm.create_model(name)
-        assert f"{model.pretrained_cfg['first_conv']}.weight" in model.state_dict()
 
 
 @pytest.mark.parametrize("name", [*MODELS, *MORE])

@@ -4,7 +4,6 @@ import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -22,6 +21,7 @@ from everytoken.models import FAMILIES, TokenModel, UnsupportedModelError
 from everytoken.models.token_model import LayerTaps
 from everytoken.objectives.drloc import PAPER_LAMBDA, Drloc, DrlocHead
 from everytoken.objectives.registry import build_objectives
+from tests.objectives import builders
 
 B, DIM = 3, 12
 RELEASED = {"released": True, "levels": "last", "pool": 7}  # a ViT: read as if it were none of the released models
@@ -142,9 +142,7 @@ def test_all_pairs_are_what_random_pairs_are_on_average():
 @pytest.mark.parametrize(("dim", "parameters"), [(768, 1_050_626), (384, 657_410), (2048, 2_361_346)])
 def test_the_mlp_has_the_parameters_and_keys_of_the_released_one(dim, parameters):
     with torch.device("meta"):
-        head = Drloc(TokenModel(timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=dim, num_heads=2))).heads[
-            0
-        ]
+        (head,) = Drloc(dim=dim).heads
     assert sum(p.numel() for p in head.parameters()) == parameters
     assert list(head.state_dict()) == [f"layers.{i}.{p}" for i in (0, 2, 4) for p in ("weight", "bias")]
 
@@ -191,8 +189,6 @@ def test_the_papers_lambda_is_that_of_the_family_and_released_reads_the_grid_tha
         assert Drloc(model, weight=0.3).weight == 0.3
         assert "weight=0.1, variant='l1', distances divided by the grid's size" in repr(Drloc(model))
         assert f"weight={weight}, variant='l1', distances as counted" in repr(released)
-    with pytest.raises(EverytokenError, match="'paper'"):
-        make(weight="mine")
 
 
 def test_released_mlps_start_as_torch_does_but_for_swin_and_t2t():
@@ -395,15 +391,8 @@ def test_taps_work_in_a_model_compiled_as_one_graph():
         assert got.requires_grad
 
 
-@pytest.mark.parametrize("levels", ["stages", "merged"])
-def test_levels_that_a_backbone_does_not_have_are_refused(levels):
-    with pytest.raises(UnsupportedModelError, match="no stages"):
-        make(tiny_vit(), levels=levels)
-
-
 def a_mix(mixer, grid=(4, 4)):
-    drawn = (mixer.draw(B, (32, 32), grid, np.random.default_rng(seed)) for seed in range(100))
-    return next(mix for mix in drawn if 0.2 < float(mix.ratio[0]) < 0.9)
+    return builders.a_mix(mixer, B, (32, 32), grid, least=0.2)
 
 
 @torch.no_grad()
@@ -499,7 +488,10 @@ def test_the_mlp_compiles_as_one_graph():
     ("wrong", "message"),
     [
         ({"variant": "l2"}, "l2"),
+        ({"weight": "mine"}, "'paper'"),
         ({"levels": "block"}, "levels is 'block'.*'blocks'"),
+        ({"levels": "stages"}, "no stages"),  # in a ViT
+        ({"levels": "merged"}, "no stages"),
         ({"pairs": 0}, "pairs"),
         ({"warmup": 1.0}, "warmup"),
         ({"variant": "ce", "pool": None}, "set pool"),

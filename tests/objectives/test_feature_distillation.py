@@ -15,6 +15,7 @@ from everytoken.maps import StoreMeta
 from everytoken.mixing.guided import PuzzleMix
 from everytoken.objectives.registry import build_objectives
 from everytoken.step import FrozenTeacher
+from tests.objectives.builders import a_mix
 
 B, DIM, CHANNELS = 4, 12, 6
 
@@ -60,11 +61,8 @@ def slow(objective, view, goals, own=None, partner=None):
     for b in range(B):
         for i in range(h):
             for j in range(w):
-                shown = (
-                    [(b, 1.0)]
-                    if own is None
-                    else [(b, float(own[b, i, j])), (int(partner[b]), 1 - float(own[b, i, j]))]
-                )
+                part = 1.0 if own is None else float(own[b, i, j])
+                shown = [(b, part)] + ([] if own is None else [(int(partner[b]), 1 - part)])
                 for image, part in shown:
                     goal = goals[image]
                     H, W, _ = goal.shape
@@ -91,19 +89,9 @@ def test_every_token_learns_the_teachers_tokens_of_its_own_area(grid):
     assert teacher.mix.weight.grad is None
 
 
-def a_mix(mixer, x):
-    for seed in range(50):
-        torch.manual_seed(seed)
-        mixed, mix = mixer(x, grid=(4, 4))
-        if 0.2 < float(mix.ratio.min()) < 0.9:
-            return mixed, mix
-    raise AssertionError("nothing was mixed")
-
-
 @pytest.mark.parametrize("mixer", [et.CutMix(), et.MixUp(), et.CutMix(mode="elem"), et.MixToken(mode="elem")])
 def test_in_mixed_images_each_token_learns_its_own_source(mixer):
-    x = images()
-    _, mix = a_mix(mixer, x)
+    x, mix = images(), a_mix(mixer, B, (32, 32), (4, 4), least=0.2)
     objective, view = make(), student(mix=mix)
     own = mix.at((4, 4)).expand(B, 4, 4)
     assert bool((own < 1).any())
@@ -112,8 +100,7 @@ def test_in_mixed_images_each_token_learns_its_own_source(mixer):
 
 
 def test_tokens_that_were_put_back_to_their_images_learn_those():
-    x = images()
-    _, mix = a_mix(et.MixToken(), x)
+    x, mix = images(), a_mix(et.MixToken(), B, (32, 32), (4, 4), least=0.2)
     objective = make()
     torch.testing.assert_close(objective(student(mix=mix), et.Batch(x)), objective(student(), et.Batch(x)))
 

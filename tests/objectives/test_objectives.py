@@ -2,7 +2,6 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -12,7 +11,6 @@ from everytoken.errors import EverytokenError
 from everytoken.functional import (
     CompactTarget,
     blend,
-    collate_maps,
     compact_cross_entropy,
     from_scores,
     mix_with_truth,
@@ -23,33 +21,19 @@ from everytoken.keyed import StepKey
 from everytoken.mixing.methods import CutMix, MixToken
 from everytoken.mixing.mix import apply_to_tokens, mix_image_target
 from everytoken.models import TokenView
-from everytoken.objectives.distillation import Distillation
+from everytoken.objectives.distillation import Distillation, OnlineTokenLabeling
 from everytoken.objectives.hard import HardLabels
-from everytoken.objectives.online_token import OnlineTokenLabeling
 from everytoken.objectives.registry import OBJECTIVES, find_objective
-from everytoken.objectives.relabel import ReLabel
-from everytoken.objectives.token_labeling import TokenLabeling
+from everytoken.objectives.token_labeling import ReLabel, TokenLabeling
+from tests.objectives.builders import a_mix, score_maps
 
 B, GRID, K = 4, (6, 4), 9
 
 
-def record(rng):
-    classes = np.stack([rng.choice(K, size=3, replace=False) for _ in range(20)]).reshape(5, 4, 3)
-    return SimpleNamespace(
-        scores=rng.normal(1, 3, (5, 4, 3)).astype("f2"), classes=classes.astype("u2"), area=(0.0, 0.0, 1.0, 1.0)
-    )
-
-
-def a_batch(mix=None, seed=0):
-    rng = np.random.default_rng(seed)
+def a_batch(mix=None):
     placement = torch.tensor([[[0.6, 0, 0.1], [0, 0.5, 0.3]]] * B)
-    return Batch(
-        images=torch.zeros(B, 3, 48, 32),
-        labels=torch.tensor([0, 3, 8, 3]),
-        maps=collate_maps([record(rng) for _ in range(B)], K),
-        placement=placement,
-        mix=mix,
-    )
+    labels = torch.tensor([0, 3, 8, 3])
+    return Batch(torch.zeros(B, 3, 48, 32), labels, placement, score_maps(B, 5, 4, K), mix=mix)
 
 
 def a_view(classes=K, token_classes=K, seed=1, distill=False):
@@ -63,9 +47,7 @@ def a_view(classes=K, token_classes=K, seed=1, distill=False):
 
 
 def draw(mixer):
-    """The first mix whose boxes are not all empty (they often are on so small a grid)."""
-    drawn = (mixer.draw(B, (48, 32), GRID, np.random.default_rng(seed)) for seed in range(100))
-    return next(mix for mix in drawn if mix.ratio.min() < 0.9)
+    return a_mix(mixer, B, (48, 32), GRID)
 
 
 def targets(batch, smoothing=0.1):
@@ -227,25 +209,18 @@ def test_tokens_without_a_label_are_selected_last():
     assert chosen.flatten(1).tolist() == [[0, 0, 1, 0]] * 2
 
 
-def test_under_mixtoken_token_targets_stay_and_the_class_target_is_mixed():
-    mix = draw(MixToken())
-    assert mix.unmixes
+@pytest.mark.parametrize("mixer", [CutMix(), CutMix(mode="elem"), MixToken(mode="elem"), MixToken()])
+def test_token_targets_are_mixed_where_outputs_stay_mixed_and_the_class_target_always(mixer):
+    mix = draw(mixer)
+    assert mix.unmixes == (mixer == MixToken())
     batch, view = a_batch(mix), a_view()
     image, tokens = targets(batch)
     got = TokenLabeling(class_target="machine")(view, batch)
-    torch.testing.assert_close(got["token"], 0.5 * compact_cross_entropy(view.token_logits, tokens))
-    torch.testing.assert_close(got["class"], compact_cross_entropy(view.logits, mix_image_target(image, mix)))
-
-
-@pytest.mark.parametrize("mixer", [CutMix(), CutMix(mode="elem"), MixToken(mode="elem")])
-def test_where_outputs_stay_mixed_the_token_targets_are_mixed_too(mixer):
-    mix = draw(mixer)
-    batch, view = a_batch(mix), a_view()
-    _, tokens = targets(batch)
-    own = mix.at(GRID).expand(B, *GRID)
+    own = torch.ones(B, *GRID) if mix.unmixes else mix.at(GRID).expand(B, *GRID)
     expected = compact_cross_entropy(view.token_logits, blend(tokens, own, tokens[mix.partner], 1 - own))
-    torch.testing.assert_close(TokenLabeling()(view, batch)["token"], 0.5 * expected)
-    assert (own < 1).any()
+    torch.testing.assert_close(got["token"], 0.5 * expected)
+    torch.testing.assert_close(got["class"], compact_cross_entropy(view.logits, mix_image_target(image, mix)))
+    assert mix.unmixes or (own < 1).any()
 
 
 def test_the_truth_can_be_blended_into_the_class_target():
@@ -445,5 +420,5 @@ def test_wrong_settings_are_named():
 
 
 def test_the_class_target_of_the_maps_is_not_made_a_second_time(monkeypatch):
-    monkeypatch.setattr("everytoken.objectives.relabel.from_scores", None)  # calling it would fail
+    monkeypatch.setattr("everytoken.objectives.token_labeling.from_scores", None)  # calling it would fail
     TokenLabeling()(a_view(), a_batch())

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -11,7 +10,7 @@ from torch.nn import functional as F
 
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
-from everytoken.functional import collate_maps, compact_cross_entropy, from_labels, from_scores, sample_maps
+from everytoken.functional import compact_cross_entropy, from_labels, from_scores, sample_maps
 from everytoken.mixing.methods import CutMix, MixToken, MixUp
 from everytoken.mixing.mix import Mix, apply_to_pixels, apply_to_tokens
 from everytoken.models import TokenModel
@@ -19,6 +18,7 @@ from everytoken.models.align import Shares
 from everytoken.objectives.hard import HardLabels
 from everytoken.objectives.tl_align import TLAlign, TransMix, aligned
 from everytoken.objectives.token_labeling import TokenLabeling
+from tests.objectives.builders import a_mix, score_maps
 
 B, K, GRID = 4, 7, (4, 4)
 
@@ -37,23 +37,16 @@ def model():
     return model.train()
 
 
-def draw(mixer, smallest=0.9):
-    drawn = (mixer.draw(B, (64, 64), GRID, np.random.default_rng(seed)) for seed in range(100))
-    return next(mix for mix in drawn if mix.ratio.min() > 0.1 and mix.ratio.max() < smallest)
+def draw(mixer):
+    return a_mix(mixer, B, (64, 64), GRID, least=0.1)
 
 
 def a_batch(mix=None):
-    rng = np.random.default_rng(0)
-    records = []
-    for _ in range(B):
-        classes = np.stack([rng.choice(K, size=3, replace=False) for _ in range(36)]).reshape(6, 6, 3)
-        scores = rng.normal(1, 3, (6, 6, 3)).astype("f2")
-        records.append(SimpleNamespace(scores=scores, classes=classes.astype("u2"), area=(0.0, 0.0, 1.0, 1.0)))
     images = torch.randn(B, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     if mix is not None and mix.level == "pixels":
         images = apply_to_pixels(images, mix)
     placement = torch.tensor([[[0.6, 0, 0.1], [0, 0.5, 0.3]]] * B)
-    return Batch(images, torch.tensor([0, 3, 6, 1]), maps=collate_maps(records, K), placement=placement, mix=mix)
+    return Batch(images, torch.tensor([0, 3, 6, 1]), placement, score_maps(B, 6, 6, K), mix=mix)
 
 
 @pytest.mark.parametrize("mixer", [CutMix(), CutMix(mode="elem"), MixToken()])
@@ -71,18 +64,12 @@ def test_the_class_token_learns_the_label_that_reached_it(model, mixer):
     assert not view.shares.image.requires_grad
 
 
-def test_a_batch_that_is_not_mixed_is_trained_as_usual(model):
-    batch = a_batch()
-    objective = TLAlign(model)
-    view = model(batch.images, None)
-    assert view.shares is None
-    torch.testing.assert_close(objective(view, batch), HardLabels()(view, batch))
-
-
-def test_under_mixup_it_is_ordinary_mixup(model):
-    batch = a_batch(draw(MixUp()))
+@pytest.mark.parametrize("mixer", [None, MixUp()])
+def test_a_batch_that_is_not_mixed_or_blended_is_trained_as_usual(model, mixer):
+    batch = a_batch(mixer and draw(mixer))
     objective = TLAlign(model)
     view = model(batch.images, batch.mix)
+    assert mixer or view.shares is None
     torch.testing.assert_close(objective(view, batch), HardLabels()(view, batch))
 
 

@@ -15,8 +15,8 @@ from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.mixing.methods import CutMix
 from everytoken.models import TokenView
+from everytoken.objectives.distillation import OnlineTokenLabeling
 from everytoken.objectives.hard import HardLabels
-from everytoken.objectives.online_token import OnlineTokenLabeling
 from everytoken_lab.annotators.linear import fit_linear, stratified_folds
 from everytoken_lab.calibration import calibrate
 from everytoken_lab.cli import main

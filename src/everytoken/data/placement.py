@@ -93,18 +93,12 @@ def rotation(degrees: float, size: Sequence[float]) -> Affine:
 
 def compose(*steps: Affine) -> Affine:
     """One placement for several steps, given in the order in which the pixels go through them. Associative."""
-    if not steps:
-        return identity()
-    total = steps[0]
+    total = np.array(steps[0] if steps else identity(), dtype=np.float64)
     for step in steps[1:]:
-        total = _product(total, step)
-    return np.array(total, dtype=np.float64)
-
-
-def _product(outer: Affine, inner: Affine) -> Affine:
-    product = outer[:, :2] @ inner
-    product[:, 2] += outer[:, 2]
-    return product
+        shift = total[:, 2]
+        total = total[:, :2] @ step
+        total[:, 2] += shift
+    return total
 
 
 def invert(placement: Affine) -> Affine:

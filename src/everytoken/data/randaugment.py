@@ -50,14 +50,6 @@ _SETS: dict[str, dict[str, float]] = {  # operation -> weight
 Step = tuple[str, tuple[float, ...]]  # operation and its arguments
 
 
-def _enhance(level: float, sign: int) -> tuple[float, ...]:
-    return (level / _TOP * 1.8 + 0.1,)
-
-
-def _enhance_increasing(level: float, sign: int) -> tuple[float, ...]:
-    return (max(0.1, 1.0 + sign * level / _TOP * 0.9),)
-
-
 def _signed(full: float) -> Callable[[float, int], tuple[float, ...]]:
     return lambda level, sign: (sign * level / _TOP * full,)
 
@@ -77,8 +69,8 @@ LEVELS: dict[str, Callable[[float, int], tuple[float, ...]]] = {
     "Solarize": lambda level, sign: (min(256, int(level / _TOP * 256)),),
     "SolarizeIncreasing": lambda level, sign: (256 - min(256, int(level / _TOP * 256)),),
     "SolarizeAdd": lambda level, sign: (min(128, int(level / _TOP * 110)),),
-    **dict.fromkeys(_ENHANCE, _enhance),
-    **{f"{name}Increasing": _enhance_increasing for name in _ENHANCE},
+    **dict.fromkeys(_ENHANCE, lambda level, sign: (level / _TOP * 1.8 + 0.1,)),
+    **{f"{name}Increasing": lambda level, sign: (max(0.1, 1.0 + sign * level / _TOP * 0.9),) for name in _ENHANCE},
     "ShearX": _signed(0.3),
     "ShearY": _signed(0.3),
     "TranslateXRel": _signed(_TRANSLATE),

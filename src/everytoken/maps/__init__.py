@@ -3,10 +3,9 @@
 Reading and writing a store needs numpy only, not torch.
 """
 
-from everytoken.maps.check import verify
 from everytoken.maps.format import StoreMeta
 from everytoken.maps.score_map import ScoreMap, map_area
-from everytoken.maps.store import Maps
+from everytoken.maps.store import Maps, verify
 from everytoken.maps.writer import MapWriter, Skipped
 
 __all__ = ["MapWriter", "Maps", "ScoreMap", "Skipped", "StoreMeta", "map_area", "verify"]

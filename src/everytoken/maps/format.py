@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everytoken import files
-from everytoken.maps.errors import StoreDamagedError, StoreError
+from everytoken.errors import EverytokenError
 from everytoken.maps.score_map import RESIZE_MODES, class_dtype
 
 FORMAT, VERSION = "everytoken-maps", "2"
@@ -40,6 +40,29 @@ _MAX_HEADER = 1 << 26  # bytes
 _DTYPES = {"<f8": "F64", "<u8": "U64", "<u4": "U32", "<u2": "U16", "<f2": "F16", "|u1": "U8"}
 BROKEN = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RecursionError)
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+class StoreError(EverytokenError):
+    """A store cannot be written or read."""
+
+
+class StoreDamagedError(StoreError, files.DamagedError):
+    """Bytes on disk are not what was written."""
+
+
+class StoreUnfinishedError(StoreError):
+    """The job that fills the store has not been completed yet."""
+
+
+class StoreMismatchError(StoreError):
+    """The store was begun with other images or other settings."""
+
+
+class UnknownKeyError(StoreError, KeyError):
+    """The store has no map for a key."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0])
 
 
 @dataclass

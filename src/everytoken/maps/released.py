@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from everytoken.maps.errors import StoreError
+from everytoken.maps.format import StoreError
 
 EXACT_IDS = 2048  # float16 has every integer below this, and only the even ones above
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-from everytoken.maps.errors import StoreError
 
 RESIZE_MODES = ("squash", "letterbox", "center")
 Area = tuple[float, float, float, float]
@@ -97,38 +94,3 @@ def map_area(resize_mode: str, size: tuple[int, int], aspect: float = 1.0, crop:
 def class_dtype(num_classes: int) -> np.dtype[np.unsignedinteger]:
     """The type of class ids on disk: 16 bits while they suffice."""
     return np.dtype("<u2") if num_classes <= 65535 else np.dtype("<u4")
-
-
-def check_maps(
-    keys: Sequence[str],
-    num_classes: int,
-    shape: tuple[int, int, int],
-    scores: ArrayLike,
-    classes: ArrayLike,
-    sizes: ArrayLike,
-    areas: ArrayLike,
-) -> dict[str, NDArray[np.generic]]:
-    """Check a batch: scores and classes [n, h, w, k] of `shape` (h, w, k), sizes [n, 2], areas [n, 4]."""
-    arrays = {"scores": np.asarray(scores), "classes": np.asarray(classes)}
-    arrays |= {"size": np.asarray(sizes), "area": np.asarray(areas, np.float64)}
-    for (name, array), wanted in zip(arrays.items(), (shape, shape, (2,), (4,)), strict=True):
-        if array.shape != (len(keys), *wanted):
-            raise ValueError(f"{name} must have shape {[len(keys), *wanted]}, got {list(array.shape)}.")
-    ids, area, size = arrays["classes"], arrays["area"], arrays["size"]
-    if ids.dtype.kind not in "iu" or size.dtype.kind not in "iu":
-        raise ValueError(f"class ids and sizes must be integers, got {ids.dtype} and {size.dtype}.")
-    with np.errstate(over="ignore"):  # an overflow becomes inf, which is refused below with the image's name
-        half = arrays["scores"].astype("<f2")
-    problems = (
-        ("its scores are not finite in float16", ~np.isfinite(half)),
-        ("its scores are not in descending order", half[..., 1:] > half[..., :-1]),
-        (f"a class id is outside 0..{num_classes - 1}", (ids < 0) | (ids >= num_classes)),
-        ("a class occurs twice in one cell", np.diff(np.sort(ids, axis=-1), axis=-1) == 0),
-        ("its area is not x0 < x1, y0 < y1", ~((area[:, 2:] > area[:, :2]) & np.isfinite(area[:, 2:] - area[:, :2]))),
-        ("its size is negative or too large", (size < 0) | (size >= 2**32)),
-    )
-    for what, wrong in problems:
-        if wrong.any():
-            first = int(np.argmax(wrong.reshape(len(keys), -1).any(axis=1)))
-            raise StoreError(f"the map of {keys[first]!r} cannot be stored: {what}. Look at the annotator's output.")
-    return arrays | {"scores": half}

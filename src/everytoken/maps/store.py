@@ -1,4 +1,4 @@
-"""Reading a store of score maps: memory-mapped, checked, no pickle, no torch.
+"""Reading and verifying a store of score maps: memory-mapped, checked, no pickle, no torch.
 
 Shards are mapped when they are first needed and shared through the page cache by all data-loading workers. Every record
 is compared with its checksum when it is read.
@@ -13,7 +13,8 @@ import os
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from math import inf, prod
 from pathlib import Path
@@ -22,8 +23,18 @@ from typing import Any
 import numpy as np
 
 from everytoken.files import FileError
-from everytoken.maps.errors import StoreDamagedError, StoreError, StoreUnfinishedError, UnknownKeyError
-from everytoken.maps.format import Shard, damaged, decode_key, list_shards, stays_inside
+from everytoken.maps.format import (
+    Shard,
+    StoreDamagedError,
+    StoreError,
+    StoreUnfinishedError,
+    UnknownKeyError,
+    damaged,
+    decode_key,
+    find_plan,
+    list_shards,
+    stays_inside,
+)
 from everytoken.maps.score_map import ScoreMap, class_dtype
 
 _HEAD, _HALF = struct.Struct("<2I4d"), np.dtype("<f2")  # size and area; scores
@@ -197,3 +208,76 @@ class Maps(Mapping[str, ScoreMap]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Maps, (self.path, self.partial)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is not as it was written. `keys`: the images it concerns, when they are known."""
+
+    file: str
+    what: str
+    keys: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(repr, self.keys[:5])) + (f" and {len(self.keys) - 5} more" if len(self.keys) > 5 else "")
+        return f"{self.file}: {self.what}" + (f": {shown}" if shown else "")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of `verify`; `ok` when there are no problems."""
+
+    path: Path
+    images: int
+    maps: int
+    skipped: int
+    bytes: int
+    complete: bool
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> Verdict:
+    """Check every byte of a store: a flipped bit is found wherever it is, and the images that it concerns are named.
+
+    An unfinished store is checked as far as it goes. A folder without shards raises a StoreError.
+
+    Args:
+        path: the store's folder.
+        progress: called with (bytes read, bytes in all).
+    """
+    folder = Path(path)
+    shards = list_shards(folder)
+    if not shards:
+        raise StoreError(f"{folder} is not a store of score maps: it has no finished shards.")
+    plan = find_plan(folder)
+    sizes = [file.lstat().st_size for file in shards]
+    maps = skipped = done = 0
+    problems: list[Problem] = []
+    for file, size in zip(shards, sizes, strict=True):
+        try:
+            shard = Shard(file)
+            if shard.plan != plan:
+                raise StoreDamagedError("it belongs to another store.")
+            maps, skipped = maps + shard.count, skipped + len(shard.skipped)
+            problems += _check(shard)
+        except StoreDamagedError as error:
+            what = str(error).split(" is damaged: ")[-1].split(". Restore")[0].rstrip(".")
+            problems.append(Problem(file.name, what))
+        done += size
+        if progress is not None:
+            progress(done, sum(sizes))
+    complete = plan is not None and len(shards) == plan.num_shards
+    return Verdict(folder, plan.total if plan else 0, maps, skipped, done, complete, tuple(problems))
+
+
+def _check(shard: Shard) -> Iterator[Problem]:
+    keys = list(shard.raw_keys())
+    if wrong := tuple(decode_key(raw) for row, raw in enumerate(keys) if not shard.intact(row, raw, shard.record(row))):
+        yield Problem(shard.path.name, "damaged maps", wrong)
+    named = [*map(decode_key, keys), *(key for key, _ in shard.skipped)]
+    if outside := tuple(key for key in named if not stays_inside(key)):
+        yield Problem(shard.path.name, "has keys that are not paths inside a folder; do not use this store", outside)

@@ -21,12 +21,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from everytoken import files
-from everytoken.maps.errors import StoreDamagedError, StoreError, StoreMismatchError, StoreUnfinishedError
 from everytoken.maps.format import (
     RECORD,
     Plan,
     Shard,
+    StoreDamagedError,
+    StoreError,
     StoreMeta,
+    StoreMismatchError,
+    StoreUnfinishedError,
     decode_key,
     encode_keys,
     find_plan,
@@ -34,7 +37,7 @@ from everytoken.maps.format import (
     shard_layout,
     write_shard,
 )
-from everytoken.maps.score_map import ScoreMap, check_maps
+from everytoken.maps.score_map import ScoreMap
 from everytoken.maps.store import Maps
 
 _ALSO_THERE = "annotator"  # an annotator that was trained for this store may be kept in its folder
@@ -241,6 +244,41 @@ class MapWriter:
         with files.disk_errors(self.path, f"writing {plan.shard_name(number)}", _KEPT):
             write_shard(self.path, plan, number, [self._keys[first + row] for row in kept], arrays, skipped, self.rank)
         self._again.discard(number)
+
+
+def check_maps(
+    keys: Sequence[str],
+    num_classes: int,
+    shape: tuple[int, int, int],
+    scores: ArrayLike,
+    classes: ArrayLike,
+    sizes: ArrayLike,
+    areas: ArrayLike,
+) -> dict[str, NDArray[np.generic]]:
+    """Check a batch: scores and classes [n, h, w, k] of `shape` (h, w, k), sizes [n, 2], areas [n, 4]."""
+    arrays = {"scores": np.asarray(scores), "classes": np.asarray(classes)}
+    arrays |= {"size": np.asarray(sizes), "area": np.asarray(areas, np.float64)}
+    for (name, array), wanted in zip(arrays.items(), (shape, shape, (2,), (4,)), strict=True):
+        if array.shape != (len(keys), *wanted):
+            raise ValueError(f"{name} must have shape {[len(keys), *wanted]}, got {list(array.shape)}.")
+    ids, area, size = arrays["classes"], arrays["area"], arrays["size"]
+    if ids.dtype.kind not in "iu" or size.dtype.kind not in "iu":
+        raise ValueError(f"class ids and sizes must be integers, got {ids.dtype} and {size.dtype}.")
+    with np.errstate(over="ignore"):  # an overflow becomes inf, which is refused below with the image's name
+        half = arrays["scores"].astype("<f2")
+    problems = (
+        ("its scores are not finite in float16", ~np.isfinite(half)),
+        ("its scores are not in descending order", half[..., 1:] > half[..., :-1]),
+        (f"a class id is outside 0..{num_classes - 1}", (ids < 0) | (ids >= num_classes)),
+        ("a class occurs twice in one cell", np.diff(np.sort(ids, axis=-1), axis=-1) == 0),
+        ("its area is not x0 < x1, y0 < y1", ~((area[:, 2:] > area[:, :2]) & np.isfinite(area[:, 2:] - area[:, :2]))),
+        ("its size is negative or too large", (size < 0) | (size >= 2**32)),
+    )
+    for what, wrong in problems:
+        if wrong.any():
+            first = int(np.argmax(wrong.reshape(len(keys), -1).any(axis=1)))
+            raise StoreError(f"the map of {keys[first]!r} cannot be stored: {what}. Look at the annotator's output.")
+    return arrays | {"scores": half}
 
 
 def default_shard_size(total: int) -> int:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from everytoken.errors import EverytokenError
 from everytoken.keyed import StepKey
 from everytoken.mixing.methods import BlockPatches, patches_to_pixels
-from everytoken.mixing.mix import Device, Guide, GuideKind, MaskMixer, Mix, Mode, Rng, Size
+from everytoken.mixing.mix import Device, Guide, GuideKind, MaskMixer, Mix, Mode, Rng, Size, box_masks
 
 if TYPE_CHECKING:
     from everytoken.models import TokenModel
@@ -161,16 +161,12 @@ class SaliencyMix(GuidedMixer):
         return super().__call__(images, key, grid, guide or (lambda kind: contrast_saliency(images)))
 
     def guided(self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: Rng) -> Mix:
-        """[B, H, W] masks on the pixel grid; boxes as `boxes.boxes_at`, on the device."""
+        """[B, H, W] masks on the pixel grid; boxes as `boxes_at` makes them, on the device."""
         lam = self._lam(len(partner), rng, importance.device)
         peak = patches_to_pixels(importance, image_size)[partner].flatten(1).argmax(1)
-        inside = []
-        width = image_size[1]
-        for side, centre in zip(image_size, (peak // width, peak % width), strict=True):
-            half = (side * (1 - lam).sqrt()).long() // 2
-            at = torch.arange(side, device=peak.device)
-            inside.append((at >= (centre - half)[:, None]) & (at < (centre + half)[:, None]))
-        return self._mix(partner, (~(inside[0][:, :, None] & inside[1][:, None, :])).float())
+        centre = torch.stack((peak // image_size[1], peak % image_size[1]), dim=1)
+        half = (torch.tensor(image_size).to(lam, non_blocking=True) * (1 - lam).sqrt()[:, None]).long() // 2
+        return self._mix(partner, box_masks(torch.cat((centre - half, centre + half), dim=1), image_size, lam.device))
 
 
 @dataclass

@@ -73,7 +73,7 @@ class Mix:
             partner: int64 [B], whose pixels they are: `images.flip(0)` is `torch.arange(B).flip(0)`.
             size: (height, width) of the images.
         """
-        corners = torch.as_tensor(box).view(-1, 4)[:, [1, 0, 3, 2]].cpu().numpy()
+        corners = torch.as_tensor(box).view(-1, 4)[:, [1, 0, 3, 2]]
         return cls.from_mask(box_masks(corners, size, partner.device), partner)
 
     @classmethod
@@ -373,9 +373,9 @@ def boxes_at(lam: np.ndarray, centre: np.ndarray, size: Size) -> np.ndarray:
     return np.concatenate([np.clip(centre - half, 0, limit), np.clip(centre + half, 0, limit)], axis=1)
 
 
-def box_masks(boxes: np.ndarray, size: Size, device: Device) -> Tensor:
+def box_masks(boxes: np.ndarray | Tensor, size: Size, device: Device) -> Tensor:
     """[n, h, w] float32: 0 inside the box, 1 outside. Made on the device from four numbers per box."""
-    row0, column0, row1, column1 = torch.from_numpy(boxes).to(device, non_blocking=True)[:, :, None].unbind(1)
+    row0, column0, row1, column1 = torch.as_tensor(boxes).to(device, non_blocking=True)[:, :, None].unbind(1)
     rows, columns = torch.arange(size[0], device=device), torch.arange(size[1], device=device)
     inside_rows = (rows >= row0) & (rows < row1)
     inside_columns = (columns >= column0) & (columns < column1)

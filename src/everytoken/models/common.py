@@ -1,4 +1,4 @@
-"""What LV-ViT, T2T-ViT, CvT and the small variants share as timm models: configuration, construction, patch grid."""
+"""What LV-ViT, T2T-ViT, CvT and the small variants share as timm models: configuration, construction, weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import Format
 from timm.layers.trace_utils import _assert
 from timm.models import build_model_with_cfg, load_pretrained, register_model
+from timm.models.vision_transformer import VisionTransformer, init_weights_vit_timm
+from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import Tensor, nn
 
-from everytoken.models.weights import fit_state, read_weights
+from everytoken.models.weights import fit_state, read_weights, unwrap_state_dict
 
 
 def default_cfg(url: str = "", size: int = 224, **fields: Any) -> dict[str, Any]:
@@ -47,43 +49,72 @@ def register_variants(
         out_indices: what `features_only=True` returns unless the caller says else.
         feature_cfg: further settings of feature extraction; without any, by `forward_intermediates`.
     """
+
+    def entry_point(name: str, model_class: type[nn.Module], defaults: Mapping[str, Any]) -> Callable[..., nn.Module]:
+        def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+            features = {"out_indices": kwargs.pop("out_indices", out_indices)}
+            features |= feature_cfg or {"feature_cls": "getter"}
+            how = {"pretrained_filter_fn": filter_fn, "feature_cfg": features}
+            model: nn.Module = build_model_with_cfg(model_class, name, pretrained, **how, **{**defaults, **kwargs})
+            return model
+
+        build.__module__, build.__name__, build.__qualname__ = module, name, name
+        return build
+
     for name, (model_class, defaults) in variants.items():
-        register_model(_entry_point(module, name, model_class, defaults, filter_fn, out_indices, feature_cfg))
+        register_model(entry_point(name, model_class, defaults))
 
 
-def _entry_point(
-    module: str,
-    name: str,
-    model_class: type[nn.Module],
-    defaults: Mapping[str, Any],
-    filter_fn: Callable[..., Any],
-    out_indices: int | tuple[int, ...],
-    feature_cfg: Mapping[str, Any],
-) -> Callable[..., nn.Module]:
-    def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        indices = kwargs.pop("out_indices", out_indices)
-        model: nn.Module = build_model_with_cfg(
-            model_class,
-            name,
-            pretrained,
-            pretrained_filter_fn=filter_fn,
-            feature_cfg={"out_indices": indices, **(feature_cfg or {"feature_cls": "getter"})},
-            **{**defaults, **kwargs},
-        )
-        return model
+class TokenViT(VisionTransformer):
+    """What LV-ViT and T2T-ViT have beside timm's VisionTransformer: released weights, fixed positions, initial weights.
 
-    build.__module__, build.__name__, build.__qualname__ = module, name, name
-    return build
-
-
-class ReleasedWeights:
-    """Reads the files that the authors of a model released, when timm has found or downloaded one.
-
-    timm would refuse those that hold an `argparse.Namespace` beside the weights.
+    Subclasses call `begin` at the end of their constructor.
     """
 
+    drawn: tuple[str, ...] = ("cls_token", "pos_embed", "reg_token", "dist_token")  # from the truncated normal
+    fixed_positions = False  # sinusoids, which are not trained
+
+    def begin(self, weight_init: str) -> None:
+        """Freeze positions that are fixed and, unless `weight_init` is "skip", draw the weights."""
+        self.weight_init_mode = ""
+        self._freeze_positions()
+        if weight_init != "skip":
+            self.init_weights(needs_reset=False)
+
+    @torch.no_grad()
+    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+        """Truncated normal (0.02) for linear layers, tokens and positions, or sinusoids; each other layer's own."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                init_weights_vit_timm(module, name)
+            elif needs_reset and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        for name in self.drawn:
+            if (parameter := getattr(self, name, None)) is not None:
+                nn.init.trunc_normal_(parameter, std=0.02)
+        if self.fixed_positions and self.pos_embed is not None:
+            self.pos_embed.copy_(sinusoid_positions(*self.pos_embed.shape[1:]))
+
+    def _freeze_positions(self) -> None:
+        if self.fixed_positions and self.pos_embed is not None:
+            self.pos_embed.requires_grad_(False)
+
+    def set_input_size(self, *args: Any, **kwargs: Any) -> None:
+        """As timm's; positions are resampled, as the released fine-tunings do, and fixed ones stay fixed."""
+        super().set_input_size(*args, **kwargs)
+        self._freeze_positions()
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new head for other classes."""
+        super().reset_classifier(num_classes, global_pool)
+        for head in (self.head, getattr(self, "head_dist", None)):
+            if isinstance(head, nn.Linear):
+                init_weights_vit_timm(head)
+
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
-        """Called by timm (`custom_load`), which then does the rest: classes, channels, a strict check of names.
+        """Read the files that the authors of a model released, which timm has found or downloaded (`custom_load`); timm
+        would refuse those that hold an `argparse.Namespace` beside the weights. It then does the rest: classes,
+        channels, a strict check of names.
 
         A file without a token head leaves the model without one, because nothing has trained it.
         """
@@ -93,6 +124,14 @@ class ReleasedWeights:
             model.aux_head = None
         config = {**model.pretrained_cfg, "custom_load": False, "state_dict": fit_state(model, state)}
         load_pretrained(model, config, model.num_classes, model.in_chans)
+
+
+def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Fit released weights to `model`: unwrap, drop the `module.` prefix, resize the position embedding.
+
+    Resizing is bicubic without anti-aliasing, as the released fine-tunings do it.
+    """
+    return vit_filter(unwrap_state_dict(state_dict), model, antialias=False)
 
 
 def sinusoid_positions(count: int, dim: int) -> Tensor:

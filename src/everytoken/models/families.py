@@ -106,15 +106,8 @@ FAMILIES: dict[str, Family] = {
         for name in (
             *("convmixer", "cpubone", "csatv2", "cspnext", "davit", "densenet", "dla", "dpn", "edgenext"),
             *("efficientvit_msra", "fasternet", "fastvit", "focalnet", "gcvit", "ghostnet", "hgnet", "hrnet"),
-            *(
-                "efficientformer_v2",
-                "efficientvit_mit",
-                "iformer",
-                "inception_resnet_v2",
-                "inception_v3",
-                "inception_v4",
-                "lcnetv2",
-            ),
+            *("efficientformer_v2", "efficientvit_mit", "iformer", "inception_resnet_v2", "inception_v3"),
+            *("inception_v4", "lcnetv2"),
             *("lowformer", "nasnet", "nest", "nextvit", "nfnet", "pnasnet", "pvt_v2", "rdnet", "regnet", "repghost"),
             *("repvit", "resnest", "rexnet", "selecsls", "shvit", "starnet", "swiftformer", "tiny_vit", "tresnet"),
             *("senet", "vgg", "vision_transformer_sam", "visformer", "vovnet", "xception", "xception_aligned"),
@@ -279,3 +272,28 @@ def family_of_name(name: str) -> Family | None:
     if name in SMALL:  # variants of several families in one module
         return FAMILIES[SMALL[name].family]
     return FAMILIES.get(model_entrypoint(name).__module__.rsplit(".", 1)[-1])
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """The one supported backbone that a model is or holds, however deep; an error if there is none, or several."""
+    found = _backbones(model)
+    if len(found) > 1:
+        names = ", ".join(f"{type(module).__name__} at {name!r}" for name, module in found.items())
+        raise EverytokenError(f"{type(model).__name__} holds {len(found)} backbones: {names}. Give the one you mean.")
+    if not found:
+        family_of(model)  # says why not
+    return next(iter(found.values()))
+
+
+def _backbones(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """The outermost supported backbones, by name."""
+    try:
+        family = family_of(model)
+        if family.features is not None or hasattr(model, "forward_features"):  # not a layer from the same module
+            return {name: model}
+    except UnsupportedModelError:
+        pass
+    found: dict[str, nn.Module] = {}
+    for child_name, child in model.named_children():
+        found |= _backbones(child, f"{name}.{child_name}" if name else child_name)
+    return found

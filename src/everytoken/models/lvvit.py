@@ -16,19 +16,17 @@ about 1 % of it and runs only in training.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from timm.layers import LayerNorm, Mlp, nchw_to
 from timm.models import generate_default_cfgs
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import Block, VisionTransformer, init_weights_vit_timm
-from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
+from timm.models.vision_transformer import Block, init_weights_vit_timm
 from torch import Tensor, nn
 
-from everytoken.models.common import ReleasedWeights, StridedEmbed, default_cfg, register_variants, sinusoid_positions
-from everytoken.models.weights import unwrap_state_dict
+from everytoken.models.common import StridedEmbed, TokenViT, checkpoint_filter_fn, default_cfg, register_variants
 
 
 class ConvStem(StridedEmbed):
@@ -122,7 +120,7 @@ class ScaledBlock(Block):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))) / self.divisor
 
 
-class LVViT(ReleasedWeights, VisionTransformer):
+class LVViT(TokenViT):
     """LV-ViT with a head for the class token (`head`) and one for every patch token (`aux_head`).
 
     Arguments beyond timm's VisionTransformer:
@@ -188,45 +186,19 @@ class LVViT(ReleasedWeights, VisionTransformer):
             **kwargs,
         )
         self.fixed_positions = pos_embed == "sinusoid"
-        if self.fixed_positions:
-            self.pos_embed.requires_grad_(False)
         self.token_vote = token_vote
         outputs = num_classes if token_classes is None else token_classes
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
         self.aux_head: nn.Linear | None = nn.Linear(embed_dim, outputs, device=device, dtype=dtype) if outputs else None
         if self.aux_head is not None:
             self.aux_head.requires_grad_(token_classes is not None)
-        self.weight_init_mode = ""
-        if weight_init != "skip":
-            self.init_weights(needs_reset=False)
-
-    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Truncated normal (0.02) for linear layers, class token and positions; torch's own for the stem."""
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                init_weights_vit_timm(module, name)
-            elif needs_reset and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-        for parameter in (self.cls_token, self.pos_embed, self.reg_token, getattr(self, "dist_token", None)):
-            if parameter is not None:
-                nn.init.trunc_normal_(parameter, std=0.02)
-        if self.fixed_positions:
-            self.pos_embed.data.copy_(sinusoid_positions(*self.pos_embed.shape[1:]))
-
-    def set_input_size(self, *args: Any, **kwargs: Any) -> None:
-        """As timm's; fixed positions stay fixed."""
-        super().set_input_size(*args, **kwargs)
-        if self.fixed_positions:
-            self.pos_embed.requires_grad_(False)
+        self.begin(weight_init)
 
     def reset_classifier(
         self, num_classes: int, global_pool: str | None = None, token_classes: int | None = None
     ) -> None:
         """New heads for other classes: the class head and, unless there is none, the token head."""
         super().reset_classifier(num_classes, global_pool)
-        for head in (self.head, getattr(self, "head_dist", None)):
-            if isinstance(head, nn.Linear):
-                init_weights_vit_timm(head)
         trained = self.aux_head is not None and self.aux_head.weight.requires_grad
         outputs = (num_classes if self.aux_head is not None else 0) if token_classes is None else token_classes
         like = self.patch_embed.proj.weight
@@ -252,14 +224,6 @@ class LVViTDistilled(LVViT, VisionTransformerDistilled):
 
 def _block(*args: Any, norm_layer: Any, inner_norm: Any, **kwargs: Any) -> ScaledBlock:
     return ScaledBlock(*args, norm_layer=inner_norm, **kwargs)
-
-
-def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Fit released weights to `model`: unwrap, drop the `module.` prefix, resize the position embedding.
-
-    Resizing is bicubic without anti-aliasing, as the released fine-tuning does it.
-    """
-    return vit_filter(unwrap_state_dict(state_dict), model, antialias=False)
 
 
 _RELEASES = "https://github.com/zihangJiang/TokenLabeling/releases/download"

@@ -21,21 +21,18 @@ Cost at 224 (multiply-adds, as published): T2T-ViT-7 1.1 G, -14 4.8 G, -24 13.8 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from timm.layers import Format, LayerNorm, Mlp, register_notrace_function
+from timm.layers import LayerNorm, Mlp, nhwc_to, register_notrace_function
 from timm.models import generate_default_cfgs
-from timm.models.vision_transformer import VisionTransformer, init_weights_vit_timm
-from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from everytoken.models.common import ReleasedWeights, StridedEmbed, default_cfg, register_variants, sinusoid_positions
-from everytoken.models.weights import unwrap_state_dict
+from everytoken.models.common import StridedEmbed, TokenViT, checkpoint_filter_fn, default_cfg, register_variants
 
 Split = tuple[int, int, int]  # kernel, stride, padding
 SPLITS: tuple[Split, ...] = ((7, 4, 2), (3, 2, 1), (3, 2, 1))
@@ -84,10 +81,10 @@ class TokenPerformer(nn.Module):
             nn.Linear(width, width, **dd), nn.GELU(), nn.Linear(width, width, **dd), nn.Dropout(drop)
         )
         self.w = nn.Parameter(torch.empty(int(width * kernel_ratio), width, **dd), requires_grad=False)
-        self.reset_features()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def reset_features(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw the random features again: orthogonal rows of length sqrt(m)."""
         if not self.w.is_meta:
             nn.init.orthogonal_(self.w)
@@ -190,10 +187,7 @@ class TokensToToken(StridedEmbed):
                 x = getattr(self, f"attention{i}")(x)
                 x = x.transpose(1, 2).reshape(x.shape[0], -1, h, w)
         x = self.project(x)
-        if self.output_fmt is None or self.output_fmt == Format.NLC:
-            return x
-        x = x.unflatten(1, (h, w))
-        return x if self.output_fmt == Format.NHWC else x.permute(0, 3, 1, 2)
+        return x if self.output_fmt is None else nhwc_to(x.unflatten(1, (h, w)), self.output_fmt)
 
 
 def _windows(length: int, split: Split) -> int:
@@ -202,11 +196,14 @@ def _windows(length: int, split: Split) -> int:
     return (length + 2 * padding - kernel) // stride + 1
 
 
-class T2TViT(ReleasedWeights, VisionTransformer):
+class T2TViT(TokenViT):
     """T2T-ViT: `tokens_to_token`, a class token, fixed sinusoid positions, deep and narrow transformer blocks.
 
     Arguments beyond timm's VisionTransformer: splits, tokens, token_dim and token_drop of `TokensToToken`.
     """
+
+    drawn = ("cls_token", "reg_token")
+    fixed_positions = True
 
     def __init__(
         self,
@@ -250,10 +247,7 @@ class T2TViT(ReleasedWeights, VisionTransformer):
         self._modules.clear()
         self._modules["tokens_to_token"] = modules.pop("patch_embed")
         self._modules.update(modules)
-        self.weight_init_mode = ""
-        self._freeze_positions()
-        if weight_init != "skip":
-            self.init_weights(needs_reset=False)
+        self.begin(weight_init)
 
     @property
     def patch_embed(self) -> TokensToToken:
@@ -261,50 +255,12 @@ class T2TViT(ReleasedWeights, VisionTransformer):
         modules = self._modules
         return modules["tokens_to_token"] if "tokens_to_token" in modules else modules["patch_embed"]
 
-    def _freeze_positions(self) -> None:
-        if self.pos_embed is not None:
-            self.pos_embed.requires_grad_(False)
-
-    @torch.no_grad()
-    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Truncated normal (0.02) for linear layers and class token, sinusoid positions, orthogonal features."""
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                init_weights_vit_timm(module, name)
-            elif needs_reset and isinstance(module, TokenPerformer):
-                module.reset_features()
-            elif needs_reset and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-        for parameter in (self.cls_token, self.reg_token):
-            if parameter is not None:
-                nn.init.trunc_normal_(parameter, std=0.02)
-        if self.pos_embed is not None:
-            self.pos_embed.copy_(sinusoid_positions(self.pos_embed.shape[1], self.pos_embed.shape[2]))
-
-    def set_input_size(
-        self, img_size: tuple[int, int] | None = None, patch_size: tuple[int, int] | None = None
-    ) -> None:
-        """Change the image size; positions are resampled, as the released fine-tuning does, and stay fixed."""
-        super().set_input_size(img_size, patch_size)
-        self._freeze_positions()
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for other classes."""
-        super().reset_classifier(num_classes, global_pool)
-        if isinstance(self.head, nn.Linear):
-            init_weights_vit_timm(self.head)
-
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Parameter groups for layer-wise learning rates."""
         return {
             "stem": r"^cls_token|reg_token|pos_embed|tokens_to_token",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
-
-
-def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Fit released weights to `model`: unwrap, drop the `module.` prefix, resize the position table (bicubic)."""
-    return vit_filter(unwrap_state_dict(state_dict), model, antialias=False)
 
 
 def _cfg(file: str, size: int = 224) -> dict[str, Any]:

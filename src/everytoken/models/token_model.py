@@ -8,20 +8,22 @@ from between the layers, for objectives that look at more than the last one.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import register_dataclass
 from torch.utils.hooks import RemovableHandle
 
 from everytoken.errors import EverytokenError
 from everytoken.mixing.mix import Mix, apply_to_tokens, unmix_tokens
 from everytoken.models.align import Aligner, Alignment, Shares
-from everytoken.models.families import Family, Layout, UnsupportedModelError, family_of, grid_shape
-from everytoken.models.wrappers import bare_backbone, is_sharded, show_methods
+from everytoken.models.families import Family, Layout, UnsupportedModelError, backbone_of, family_of, grid_shape
 
 TapLevel = Literal["blocks", "stages", "merged", "final"]
 
@@ -78,9 +80,9 @@ class TokenModel(nn.Module):
 
     def __init__(self, backbone: nn.Module, token_classes: int | None = None) -> None:
         super().__init__()
-        self.backbone = backbone = bare_backbone(backbone)
-        if is_sharded(backbone):
-            show_methods(backbone)
+        self.backbone = backbone = _bare_backbone(backbone)
+        if _is_sharded(backbone):
+            _show_methods(backbone)
         self.family: Family = family_of(backbone)
         self.token_head: nn.Linear | None = None
         self.uses_own_head = False  # token logits come from a head that the backbone brought along
@@ -97,7 +99,7 @@ class TokenModel(nn.Module):
             head.requires_grad_(True)  # LV-ViT keeps it frozen until somebody uses it
         else:
             like = next(self.backbone.parameters())
-            if is_sharded(self.backbone):
+            if _is_sharded(self.backbone):
                 raise EverytokenError("a token head is sharded with its model: fully_shard(TokenModel(model, ...)).")
             self.token_head = nn.Linear(self.num_features, classes, device=like.device, dtype=like.dtype)
             nn.init.trunc_normal_(self.token_head.weight, std=0.02)
@@ -239,6 +241,42 @@ class TokenModel(nn.Module):
         return out if isinstance(out, tuple) else (out, None)
 
 
+def _bare_backbone(model: nn.Module) -> nn.Module:
+    """The backbone that a TokenModel takes for a model: the same weights, and nothing lost that is around it."""
+    backbone = backbone_of(model)
+    if backbone is model:
+        return model
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            name = type(module).__name__
+            raise EverytokenError(f"a TokenModel goes into {name}, not around it: {name}(TokenModel(model)).")
+    inside = {id(value) for value in (*backbone.parameters(), *backbone.buffers())}
+    own = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if id(value) not in inside]
+    if own:
+        names = ", ".join(own[:3])
+        raise EverytokenError(
+            f"{type(model).__name__} has weights of its own ({names}) beside its {type(backbone).__name__}, and a "
+            "TokenModel would leave them out. Give it the backbone alone."
+        )
+    return backbone
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` (FSDP2) has been called on a model."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported by whoever sharded it
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def _show_methods(model: nn.Module) -> None:
+    """Let FSDP2 gather the weights for timm's two methods, too; an error for models without them."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    if not hasattr(model, "forward_features"):
+        raise EverytokenError(f"shard the TokenModel of a {type(model).__name__}: fully_shard(TokenModel(model)).")
+    for method in ("forward_features", "forward_head"):
+        register_fsdp_forward_method(model, method)
+
+
 class _MixedEmbedding:
     """Stands in for a patch embedding and mixes the tokens that it returns."""
 
@@ -306,7 +344,7 @@ class LayerTaps:
         self.dims = [dim for _, dim in modules]
         self.outputs = _TapOutputs()
         self.handles: list[RemovableHandle] = [
-            module.register_forward_hook(_TapHook(self.outputs, i)) for i, (module, _) in enumerate(modules)
+            module.register_forward_hook(partial(_keep, self.outputs, i)) for i, (module, _) in enumerate(modules)
         ]
 
     def grids(self, size: tuple[int, int]) -> list[Tensor]:
@@ -348,16 +386,10 @@ class _TapOutputs(dict[int, Tensor]):
         return new
 
 
-class _TapHook:
-    """Keeps what a block returns in training mode."""
-
-    def __init__(self, outputs: _TapOutputs, index: int) -> None:
-        self.outputs = outputs
-        self.index = index
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if module.training:
-            self.outputs[self.index] = output[0] if isinstance(output, tuple) else output
+def _keep(outputs: _TapOutputs, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook: what a block returns in training mode."""
+    if module.training:
+        outputs[index] = output[0] if isinstance(output, tuple) else output
 
 
 def blocks_of(backbone: nn.Module) -> list[nn.Module]:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 OBJECTIVES: dict[str, str] = {
     "hard": "everytoken.objectives.hard:HardLabels",
-    "relabel": "everytoken.objectives.relabel:ReLabel",
+    "relabel": "everytoken.objectives.token_labeling:ReLabel",
     "token_labeling": "everytoken.objectives.token_labeling:TokenLabeling",
-    "online_token": "everytoken.objectives.online_token:OnlineTokenLabeling",
+    "online_token": "everytoken.objectives.distillation:OnlineTokenLabeling",
     "distillation": "everytoken.objectives.distillation:Distillation",
-    "feature_distillation": "everytoken.objectives.feature_distillation:FeatureDistillation",
+    "feature_distillation": "everytoken.objectives.distillation:FeatureDistillation",
     "drloc": "everytoken.objectives.drloc:Drloc",
     "tl_align": "everytoken.objectives.tl_align:TLAlign",
     "transmix": "everytoken.objectives.tl_align:TransMix",

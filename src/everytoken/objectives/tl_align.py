@@ -24,9 +24,9 @@ from everytoken.functional.shares import aligned_target
 from everytoken.mixing.mix import Mix, placed_token_targets
 from everytoken.models import TokenModel
 from everytoken.models.align import AlignedPass, Aligner, Alignment, Shares
-from everytoken.models.wrappers import backbone_of
+from everytoken.models.families import backbone_of
 from everytoken.objectives.base import need, need_token_logits
-from everytoken.objectives.relabel import FromMaps
+from everytoken.objectives.token_labeling import FromMaps
 
 if TYPE_CHECKING:
     from everytoken.models import TokenView

@@ -72,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         keep_freed_memory()
         if argv[:1] in (["-V"], ["--version"]):
-            from everytoken._version import version
+            from everytoken import __version__
 
-            say(f"everytoken {version()}")
+            say(f"everytoken {__version__}")
             return 0
         name = _choose("everytoken", GROUPS, argv, EXAMPLES)
         return (_run_module(name, argv[1:], f"everytoken {name}") if name else 0) or 0

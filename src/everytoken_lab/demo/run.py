@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from everytoken._version import version
+from everytoken import __version__
 from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError, install_command, need
 from everytoken.files import make_inside, read_bytes, refuse_link, write_atomically, write_picture
@@ -95,7 +95,7 @@ def demo(out: Path, run: Run, photos: Sequence[Path] = ()) -> int:
     write_atomically(out / "result.json", json.dumps(facts, indent=1).encode())
     addresses = {name: base64.b64encode(read_bytes(path)).decode() for name, path in pictures.items()}
     pages = jinja2.Environment(loader=jinja2.PackageLoader("everytoken_lab.demo"), autoescape=True)
-    values = {"facts": facts, "pictures": addresses, "outcomes": outcomes, "version": version()}
+    values = {"facts": facts, "pictures": addresses, "outcomes": outcomes, "version": __version__}
     page = pages.get_template("demo.html").render(values)
     write_atomically(out / "demo.html", page.encode())
     say(f"\n{facts['accuracy']}\nCells that name their own tile:")

@@ -30,8 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everytoken import files
-from everytoken._version import version
+from everytoken import __version__, files
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import BusyError, Lock, append, make_inside, plain_json, remove_temporary, write_atomically
 from everytoken_lab import schema
@@ -389,7 +388,7 @@ def environment() -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": list(map(schema.without_secrets, sys.argv)),
         "folder": os.getcwd(),  # where relative paths in config.yaml start
-        "everytoken": version(),
+        "everytoken": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "timm": timm.__version__,

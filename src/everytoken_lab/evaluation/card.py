@@ -10,7 +10,7 @@ import jinja2
 import numpy as np
 import yaml
 
-from everytoken._version import version
+from everytoken import __version__
 from everytoken.errors import EverytokenError
 from everytoken_lab.classes import shown_name
 from everytoken_lab.engine.run_folder import Run
@@ -57,7 +57,7 @@ def model_card(
         registered=type(opened.model.backbone).__module__.startswith("everytoken"),
         preprocessing=preprocessing(info),
         checked_on=checked_on,
-        version=version(),
+        version=__version__,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from everytoken._version import version
+from everytoken import __version__
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically, write_picture
 from everytoken_lab import draw, schema
@@ -148,7 +148,7 @@ def _explain_images(models: Sequence[ExplainedModel], files: Sequence[str], opti
         {"name": model.name, "source": model.opened.source, "method": method, "classes": model.opened.num_classes}
         for model, method in zip(models, methods, strict=True)
     ]
-    return Explanation(cards, {"everytoken": version(), "models": about, "images": facts})
+    return Explanation(cards, {"everytoken": __version__, "models": about, "images": facts})
 
 
 def _explain_image(
@@ -219,7 +219,7 @@ def _explain_mix(models: Sequence[ExplainedModel], files: Sequence[str], options
         facts.append({"name": model.name, "source": model.opened.source, **numbers})
     card = draw.draw_card(draw.Card(f"{files[0]} with a box from {files[1]}", rows))
     mix = {"files": list(files), "seed": options.seed, "models": facts}
-    return Explanation([card], {"everytoken": version(), "mix": mix})
+    return Explanation([card], {"everytoken": __version__, "mix": mix})
 
 
 def _round(values: Any) -> Any:

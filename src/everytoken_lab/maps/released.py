@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from everytoken.maps import Maps, MapWriter, ScoreMap, Skipped, StoreMeta, map_area
-from everytoken.maps.errors import StoreError
+from everytoken.maps.format import StoreError
 from everytoken.maps.released import read_released, released_path
 
 Progress = Callable[[int, int], None]

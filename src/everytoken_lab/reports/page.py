@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from everytoken._version import version
+from everytoken import __version__
 from everytoken.files import plain_json
 from everytoken_lab import draw, schema
 from everytoken_lab.engine.accuracy import Predictions
@@ -30,7 +30,7 @@ POINTS = 250  # of a curve, at most
 def render(title: str, facts: Mapping[str, Any]) -> str:
     """A page as text. Nothing in the facts can end the element that holds them, or begin another; no secrets."""
     photos, others = facts.get("photos", ()), {name: value for name, value in facts.items() if name != "photos"}
-    others |= {"version": version(), "palette": draw.PALETTE, "title": title}
+    others |= {"version": __version__, "palette": draw.PALETTE, "title": title}
     public = schema.texts(json.loads(plain_json(others)), schema.without_secrets)
     content = plain_json({**public, "photos": photos}, None)
     for letter in "<>&":  # no part of JSON itself, only of its strings

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from everytoken.data.batch import Batch
 from everytoken.functional import CompactTarget, from_labels
 from everytoken.mixing.mix import Mix, apply_to_pixels, mix_token_target
-from everytoken.objectives.relabel import FromMaps
-from everytoken.objectives.token_labeling import TokenLabeling
+from everytoken.objectives.token_labeling import FromMaps, TokenLabeling
 from everytoken_lab import draw
 from everytoken_lab.classes import shown_name
 

@@ -4,10 +4,14 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 
 from everytoken.functional import collate_maps
+
+
+def plain(scores, classes, area=(0.0, 0.0, 1.0, 1.0)):
+    """A score map of given arrays [h, w, k]."""
+    return SimpleNamespace(scores=scores, classes=classes, area=area)
 
 
 def record(rng, h=6, w=5, k=3, num_classes=20, words=8, area=(0.0, 0.0, 1.0, 1.0), dtype="f4"):
@@ -15,7 +19,7 @@ def record(rng, h=6, w=5, k=3, num_classes=20, words=8, area=(0.0, 0.0, 1.0, 1.0
     few = rng.choice(num_classes, size=words, replace=False)
     classes = np.stack([rng.choice(few, size=k, replace=False) for _ in range(h * w)]).reshape(h, w, k)
     scores = -np.sort(-rng.normal(1, 3, size=(h, w, k)), axis=-1)
-    return SimpleNamespace(scores=scores.astype(dtype), classes=classes.astype("u2"), area=area)
+    return plain(scores.astype(dtype), classes.astype("u2"), area)
 
 
 def crop(x0, y0, x1, y1, hflip=False, vflip=False):
@@ -47,21 +51,17 @@ def then(first, second):
     return m
 
 
+def crops(boxes):
+    """Placements [B, 2, 3] of boxes [B, 4] (x0, y0, x1, y1)."""
+    placement = torch.zeros(len(boxes), 2, 3)
+    placement[:, 0, 0], placement[:, 1, 1] = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    placement[:, :, 2] = boxes[:, :2]
+    return placement
+
+
 def batch(placements):
     return torch.tensor(np.stack(placements), dtype=torch.float32)
 
 
-@pytest.fixture(scope="session")
-def make():
-    """Builders: make.record, make.maps, make.crop, ..."""
-    return SimpleNamespace(
-        record=record,
-        crop=crop,
-        about_centre=about_centre,
-        rotation=rotation,
-        then=then,
-        batch=batch,
-        maps=lambda rng, n=3, num_classes=20, **how: collate_maps(
-            [record(rng, num_classes=num_classes, **how) for _ in range(n)], num_classes
-        ),
-    )
+def maps(rng, n=3, num_classes=20, **how):
+    return collate_maps([record(rng, num_classes=num_classes, **how) for _ in range(n)], num_classes)
