@@ -15,14 +15,15 @@ from PIL import Image
 
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, map_area, verify
-from everytoken_lab.annotators import AnnotateOptions
-from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, build_annotator, weights_hash
+from everytoken_lab.annotators import AnnotateOptions, AnnotatorError
+from everytoken_lab.annotators.annotator import Annotator, build_annotator
 from everytoken_lab.annotators.job import fill_store, summarise
 from everytoken_lab.classes import ClassList
 from everytoken_lab.data.augment import EvalTransform
 from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.models import open as opening
+from everytoken_lab.models.description import weights_hash
 
 QUICK = AnnotateOptions(batch_size=3, workers=0, shard_size=5, class_map="order")
 

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from everytoken.errors import EverytokenError, MissingExtraError
 from everytoken.models import TokenModel
-from everytoken_lab.annotators.annotator import AnnotatorError, build_annotator, weights_hash
-from everytoken_lab.models.description import Description
+from everytoken_lab.annotators import AnnotatorError
+from everytoken_lab.annotators.annotator import build_annotator
+from everytoken_lab.models.description import Description, weights_hash
 
 CPU = torch.device("cpu")
 

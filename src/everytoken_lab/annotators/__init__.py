@@ -10,11 +10,17 @@ from typing import Annotated, Literal
 import tyro
 from annotated_types import Interval, Len
 
+from everytoken.errors import EverytokenError
 from everytoken_lab.machine import Workers, default_workers
 
 Count = Annotated[int, Interval(ge=0)]
 Sides = Annotated[tuple[Annotated[int, Interval(ge=1)], ...], Len(0, 2)]
 """Nothing, one number, or height and width."""
+Size = tuple[int, int]
+
+
+class AnnotatorError(EverytokenError):
+    """An annotator cannot be used or does not work; the message says what else there is."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,19 +30,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everytoken.data import placement as pl
 from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, write_atomically
 from everytoken.keyed import uniform
 from everytoken.models import TokenModel, family_of_name
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
-from everytoken_lab.annotators.annotator import AnnotatorError, Size, noise, weights_hash
+from everytoken_lab.annotators import AnnotatorError, Size
 from everytoken_lab.annotators.linear import FOLDS, LinearFit, LinearHead, class_ranks, fit_linear, stratified_folds
-from everytoken_lab.annotators.reading import ImageReader, read_batches
 from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
+from everytoken_lab.data.loader import Workers
 from everytoken_lab.machine import default_workers
-from everytoken_lab.models.description import Description
+from everytoken_lab.models.description import Description, weights_hash
 from everytoken_lab.models.onnx import faster
 from everytoken_lab.models.open import MODERN, open_model, weights_at_hand
 
@@ -53,6 +55,76 @@ _PART = 256
 _BATCH = 8  # as fast as 32, in a fifth of the memory
 _MANY = 100  # images for which the network is made faster first
 _SMALL = 128  # pixels: a third of the work at the usual size
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """Images of one batch.
+
+    Attributes:
+        positions: [n] as they were asked for.
+        indices: int64 [n] in the dataset's order.
+        images: uint8 [n, 3, H, W]; black where an image could not be read.
+        sizes: int64 [n, 2] (width, height) of the upright source images; 0 where one could not be read.
+        areas: float64 [n, 4], what the input covers of the image, in fractions.
+        failures: place in the batch -> why the image could not be read.
+    """
+
+    positions: Sequence[int]
+    indices: np.ndarray
+    images: Tensor
+    sizes: np.ndarray
+    areas: np.ndarray
+    failures: dict[int, str]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def pin_memory(self) -> ImageBatch:
+        """The same with the images in page-locked memory; torch's loader calls this."""
+        return replace(self, images=self.images.pin_memory())
+
+
+class ImageReader:
+    """Batches by their positions: `order` [n] has the index in `data` of each.
+
+    A batch always has the same images, whatever is still to be done and however many processes share the work: what a
+    network answers for an image can depend, in the last bit, on its batch. For the same reason an image that cannot be
+    read leaves a black place in its batch.
+    """
+
+    def __init__(self, data: DataSet, order: np.ndarray, transform: EvalTransform) -> None:
+        self.data, self.order, self.transform = data, order, transform
+
+    def __getitems__(self, positions: Sequence[int]) -> ImageBatch:
+        images = np.zeros((len(positions), 3, *self.transform.size), dtype=np.uint8)
+        sizes = np.zeros((len(positions), 2), dtype=np.int64)
+        areas = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(positions), 1))
+        failures: dict[int, str] = {}
+        indices = self.order[np.asarray(positions)]
+        for place, index in enumerate(indices.tolist()):
+            try:
+                picture = self.data.picture(index)
+                pixels, placement = self.transform(picture)
+                images[place], sizes[place], areas[place] = pixels.transpose(2, 0, 1), picture.size, pl.box(placement)
+            except (EverytokenError, OSError) as error:  # a store holds no paths of this machine
+                reason = str(error).replace(self.data.where(index), "").strip(" :.\n")
+                failures[place] = reason or "cannot be read"
+        return ImageBatch(positions, indices, torch.from_numpy(images), sizes, areas, failures)
+
+
+def read_batches(
+    reader: ImageReader, spans: Iterable[Sequence[int]], workers: int, pin: bool = False
+) -> Iterator[ImageBatch]:
+    """The batch of each span of positions, decoded ahead by `workers` processes (0: in this one, when asked for)."""
+    with closing(Workers(reader, spans, workers, pin, ahead=2)) as ahead:
+        yield from ahead
+
+
+# -- backbones ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -147,6 +219,11 @@ class FrozenBackbone:
             raise AnnotatorError(f"{self.name} does more than a linear classifier after pooling, so it cannot get one.")
         arguments = {**self.info.arguments, "num_classes": len(class_names)}
         return model, replace(self.info, arguments=arguments, class_names=tuple(class_names))
+
+
+def noise(size: Size, device: torch.device) -> Tensor:
+    """Three images, for a network to be tried on."""
+    return torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def _classifiers(model: Any) -> list[nn.Linear]:

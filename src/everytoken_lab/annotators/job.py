@@ -35,10 +35,9 @@ from everytoken.maps import Maps, MapWriter, StoreMeta
 from everytoken.maps.format import find_plan
 from everytoken.maps.writer import check_folder, mismatch
 from everytoken_lab import schema
-from everytoken_lab.annotators import AnnotateOptions, pair
-from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, build_annotator
-from everytoken_lab.annotators.fit import fit_annotator
-from everytoken_lab.annotators.reading import ImageBatch, ImageReader, read_batches
+from everytoken_lab.annotators import AnnotateOptions, AnnotatorError, pair
+from everytoken_lab.annotators.annotator import Annotator, build_annotator, fit_annotator
+from everytoken_lab.annotators.features import ImageBatch, ImageReader, read_batches
 from everytoken_lab.classes import ClassPlan, plan_classes
 from everytoken_lab.data.datasets import DataSet, open_dataset
 from everytoken_lab.data.tree import hidden

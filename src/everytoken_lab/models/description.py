@@ -6,6 +6,7 @@ constructors.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -203,3 +204,13 @@ def describe(path: Path) -> Description | None:
 def token_head_file(weights: Path) -> Path:
     """Where the token head of a weights file is kept, if it is not part of the backbone."""
     return weights.with_name(weights.name.removesuffix(".safetensors") + ".token_head.safetensors")
+
+
+def weights_hash(module: nn.Module) -> str:
+    """SHA-256 of all weights with their names, types and shapes: which annotator it was, beyond its name."""
+    digest = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        plain = value.detach().cpu().contiguous()
+        digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
+    return digest.hexdigest()

@@ -39,6 +39,7 @@ from everytoken.errors import EverytokenError
 from everytoken.files import refuse_link
 from everytoken_lab import schema
 from everytoken_lab.annotators import AnnotateOptions
+from everytoken_lab.annotators.annotator import FOLDER, save_heads
 from everytoken_lab.annotators.features import (
     Candidate,
     Choice,
@@ -48,7 +49,6 @@ from everytoken_lab.annotators.features import (
     choose_backbone,
     fit_features,
 )
-from everytoken_lab.annotators.fit import FOLDER, save_heads
 from everytoken_lab.annotators.job import run_job, summarise
 from everytoken_lab.annotators.linear import FOLDS, LinearHead, fit_head
 from everytoken_lab.calibration import calibrate, fit_temperature
