@@ -12,8 +12,8 @@ import torch
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
 from everytoken_lab.annotators import AnnotateOptions, AnnotatorError
+from everytoken_lab.annotators import annotator as annotator_module
 from everytoken_lab.annotators import features as features_module
-from everytoken_lab.annotators import fit as fit_module
 from everytoken_lab.annotators import job as job_module
 from everytoken_lab.annotators.annotator import fit_annotator
 from everytoken_lab.annotators.features import (
@@ -288,7 +288,7 @@ def test_a_fitted_head_is_used_again_and_refuses_other_settings(data, backbone, 
     out = tmp_path / "maps"
     first = fit_annotator(data, out, options(backbone), ALONE)
     with monkeypatch.context() as patch:
-        patch.setattr(fit_module, "fit_heads", None)  # would fail if it were called
+        patch.setattr(annotator_module, "fit_heads", None)  # would fail if it were called
         again = fit_annotator(data, out, options(), ALONE)
     assert again.describe() == first.describe()
     kept = open_model(out / "annotator")

@@ -20,8 +20,7 @@ from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.loop import _is_another
 from everytoken_lab.engine.optim import learning_rate
-from everytoken_lab.engine.options import ModelOptions, OptimOptions, TrainOptions
-from everytoken_lab.engine.recipe import apply, read_recipe
+from everytoken_lab.engine.options import ModelOptions, OptimOptions, TrainOptions, apply, read_recipe
 from everytoken_lab.models.description import Description
 from everytoken_lab.models.open import open_model
 from everytoken_lab.training.build import build

@@ -12,11 +12,12 @@ from everytoken_lab.cli import main
 from everytoken_lab.dense.detect.options import DetectOptions
 from everytoken_lab.engine.distributed import pick_device
 from everytoken_lab.engine.optim import check_loop, learning_rate
-from everytoken_lab.engine.options import TrainOptions, how_to_run
-from everytoken_lab.engine.recipe import (
+from everytoken_lab.engine.options import (
+    TrainOptions,
     apply,
     flat,
     header,
+    how_to_run,
     overrides,
     parse_recipe,
     read_recipe,

@@ -40,11 +40,11 @@ from everytoken_lab.engine.optim import (
     prepare_fused,
     step_unless,
 )
-from everytoken_lab.engine.options import LoopOptions, how_to_run
-from everytoken_lab.engine.recipe import flat
-from everytoken_lab.engine.run_folder import PUBLISHED, Run, RunFolder
+from everytoken_lab.engine.options import LoopOptions, flat, how_to_run
+from everytoken_lab.engine.run_folder import Run, RunFolder
 from everytoken_lab.engine.task import Task
 from everytoken_lab.engine.track import build_trackers
+from everytoken_lab.models import PUBLISHED
 from everytoken_lab.progress import Progress, clock
 
 _QUICK = 120  # seconds: the report evaluates the best weights once more if a validation takes less

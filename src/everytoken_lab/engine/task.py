@@ -13,11 +13,12 @@ classify, segment and detect are subclasses; `loop.run` trains any of them:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from PIL import Image
 from timm.task import TrainingTask
@@ -34,6 +35,8 @@ from everytoken_lab.engine.run_folder import RunFolder
 from everytoken_lab.progress import Progress
 
 B = TypeVar("B", bound=Sized)
+IMAGES = 8
+"""In the picture of a batch, at most."""
 
 
 def watched(batches: Iterable[B], total: int, world: World) -> Iterator[B]:
@@ -164,3 +167,10 @@ class Task(TrainingTask):
         """End the loaders' workers."""
         for loader in self.loaders:
             loader.close()
+
+
+def pixels_of(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """Normalised images [B, 3, H, W] as bytes [B, H, W, 3]."""
+    scale, shift = (torch.tensor(values).view(1, -1, 1, 1) for values in (std, mean))
+    pixels = (images.detach().float().cpu() * scale + shift).mul(255).round().clamp(0, 255).byte()
+    return pixels.permute(0, 2, 3, 1).numpy()

@@ -42,8 +42,7 @@ def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
 
     They are the same where cross-validation judged it.
     """
-    from everytoken_lab.engine.options import TrainOptions
-    from everytoken_lab.engine.recipe import apply
+    from everytoken_lab.engine.options import TrainOptions, apply
     from everytoken_lab.training.inputs import Inputs
 
     settings = {name: value for name, value in run.config.items() if name == "val_split"}

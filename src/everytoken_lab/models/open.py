@@ -44,6 +44,7 @@ from everytoken.models.weights import LoadReport, WeightsError, load_weights, re
 from everytoken_lab import schema
 from everytoken_lab.classes import ClassList, imagenet_classes
 from everytoken_lab.machine import patiently
+from everytoken_lab.models import HUB, PUBLISHED
 from everytoken_lab.models.description import (
     DESCRIPTION,
     Description,
@@ -70,9 +71,7 @@ logger = logging.getLogger(__name__)
 
 DENSE = ("everytoken-segment", "everytoken-detect")  # the keys in the metadata of segmenters and detectors
 DENSE_PREFIX = "features.backbone."  # of the backbone's weights in their files
-HUB = ("hf-hub:", "local-dir:")  # names of models that timm reads from elsewhere
 _WEIGHTS = ("ema.safetensors", "model.safetensors")  # of a checkpoint, the better ones first
-PUBLISHED = ("timm:", "registry:", *HUB)  # names of weights that are no paths
 MODERN = {
     "convnext_nano.in12k_ft_in1k": 224,
     "mobilenetv4_conv_medium.e500_r256_in1k": 256,

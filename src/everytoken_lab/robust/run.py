@@ -28,7 +28,7 @@ from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.engine.accuracy import Predictions, read_real, real_sets
-from everytoken_lab.engine.held_out import open_part
+from everytoken_lab.engine.run_folder import open_part
 from everytoken_lab.evaluation.run import Inference, Voter, open_with
 from everytoken_lab.models.description import weights_hash
 from everytoken_lab.robust import Progress, RobustOptions, attacks

@@ -57,26 +57,31 @@ from everytoken_lab.data.duplicates import alike, read_facts
 from everytoken_lab.data.tree import dataset_title, network_address
 from everytoken_lab.engine.accuracy import AnyPredictions, predictions_of
 from everytoken_lab.engine.checkpoint import write_weights
-from everytoken_lab.engine.options import AutoOptions, TrainOptions, how_to_run
-from everytoken_lab.engine.recipe import apply, flat, read_recipe
+from everytoken_lab.engine.options import AutoOptions, TrainOptions, apply, flat, how_to_run, read_recipe
 from everytoken_lab.engine.run_folder import CROSS_VALIDATED, Run, RunFolder, read_run
 from everytoken_lab.machine import cores, free_disk
 from everytoken_lab.models.description import timm_config
 from everytoken_lab.models.open import fetch_modern
 from everytoken_lab.training.classify import train_with
 from everytoken_lab.training.inputs import Inputs, complete, excluded, has_validation
-from everytoken_lab.training.keep import RIVAL, judges_of, keep, save_answers, training, trainings, words
 from everytoken_lab.training.tuning import (
     BATCH,
     MOST_EPOCHS,
+    RIVAL,
     USUAL_UPDATES,
     Job,
     Story,
     candidate_of,
     free_memory,
+    judges_of,
+    keep,
+    save_answers,
     settings,
+    training,
+    trainings,
     tunable,
     updates_in_time,
+    words,
 )
 
 METHOD = "logistic regression on frozen features"

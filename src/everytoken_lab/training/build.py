@@ -30,8 +30,7 @@ from everytoken_lab.data.augment import EvalTransform, TrainTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.optim import check_loop
-from everytoken_lab.engine.options import TrainOptions
-from everytoken_lab.engine.recipe import check_settings
+from everytoken_lab.engine.options import TrainOptions, check_settings
 from everytoken_lab.models.description import (
     Description,
     building,

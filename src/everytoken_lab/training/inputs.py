@@ -29,8 +29,7 @@ from everytoken_lab.data.labels import parse_labels
 from everytoken_lab.data.tree import NAMED, dataset_title, find_split
 from everytoken_lab.engine.checkpoint import checkpoints_in
 from everytoken_lab.engine.optim import default_scaling
-from everytoken_lab.engine.options import AugmentOptions, TrainOptions
-from everytoken_lab.engine.recipe import apply, flat, overrides, read_recipe
+from everytoken_lab.engine.options import AugmentOptions, TrainOptions, apply, flat, overrides, read_recipe
 from everytoken_lab.engine.run_folder import read_run
 from everytoken_lab.models.open import Weights, open_weights, source_of
 
