@@ -288,7 +288,7 @@ def test_a_fitted_head_is_used_again_and_refuses_other_settings(data, backbone, 
     out = tmp_path / "maps"
     first = fit_annotator(data, out, options(backbone), ALONE)
     with monkeypatch.context() as patch:
-        patch.setattr(annotator_module, "fit_heads", None)  # would fail if it were called
+        patch.setattr(annotator_module, "choose_backbone", None)  # would fail if it were called
         again = fit_annotator(data, out, options(), ALONE)
     assert again.describe() == first.describe()
     kept = open_model(out / "annotator")

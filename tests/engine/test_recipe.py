@@ -19,7 +19,6 @@ from everytoken_lab.engine.options import (
     header,
     how_to_run,
     overrides,
-    parse_recipe,
     read_recipe,
     recipe_names,
 )
@@ -91,20 +90,21 @@ def test_values_inside_objectives_and_mixing_are_checked_before_anything_is_read
         check_options(options)
 
 
-def test_yaml_numbers_without_a_dot_are_still_numbers():
-    values = parse_recipe("lr: 1e-3\nweight_decay: 0\nobjectives: {hard: }\nmixing:", "x")
-    options = apply(TrainOptions(), values, "x")
+def test_yaml_numbers_without_a_dot_are_still_numbers(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("lr: 1e-3\nweight_decay: 0\nobjectives: {hard: }\nmixing:")
+    options = apply(TrainOptions(), read_recipe(str(file)), "x")
     assert options.optim.lr == 1e-3
     assert options.optim.weight_decay == 0.0
     assert options.objectives == {"hard": {}}
     assert options.mixing == {}
 
 
-def test_broken_yaml_is_named():
-    with pytest.raises(SchemaError, match=r"mine\.yaml"):
-        parse_recipe("a: [1", "mine.yaml")
-    with pytest.raises(SchemaError, match=r"mine\.yaml.*object"):
-        parse_recipe("- 1", "mine.yaml")
+@pytest.mark.parametrize(("text", "what"), [("a: [1", r"mine\.yaml"), ("- 1", r"mine\.yaml.*object")])
+def test_broken_yaml_is_named(tmp_path, text, what):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(SchemaError, match=what):
+        read_recipe(str(tmp_path / "mine.yaml"))
 
 
 def test_overrides_reach_inner_values_and_remove_entries():

@@ -10,13 +10,7 @@ from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
 from everytoken_lab import draw
 from everytoken_lab.draw import OTHER, PALETTE, PANEL
 from everytoken_lab.maps.sheet import OTHERS, WRONG, load_photo, pick, sheet_picture
-from everytoken_lab.maps.summary import (
-    folder_label,
-    probability,
-    sample_positions,
-    summarize,
-    summarize_store,
-)
+from everytoken_lab.maps.summary import folder_label, probability, sample_positions, summarize, summarize_store
 
 NAMES = ["ant", "bee", "cat", "dog"]
 

@@ -33,7 +33,6 @@ from everytoken_lab.models.open import open_model
 from everytoken_lab.reports.predictions import predict_run
 from everytoken_lab.training import auto as auto_module
 from everytoken_lab.training import inputs as inputs_module
-from everytoken_lab.training import keep as keep_module
 from everytoken_lab.training import tuning as tuning_module
 from everytoken_lab.training.classify import decides_itself
 from everytoken_lab.training.inputs import Inputs
@@ -123,7 +122,7 @@ def test_copies_of_a_photo_are_in_one_fold(folder, weights, tmp_path):
 
 def test_the_kept_model_is_compared_on_photos_that_neither_has_seen(result):
     content = story(result)["result"]
-    rival = keep_module.saved_answers(result.path / "linear/on-held-out.npz")
+    rival = tuning_module.saved_answers(result.path / "linear/on-held-out.npz")
     assert content["gain"][0] == pytest.approx(content["fine-tuned"] - rival.accuracy.value)
     kept = result.path / content["kept"] / "best.safetensors"
     if content["kept"] == "linear":
@@ -188,7 +187,7 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
     assert fitted == [set(half.keys()) for half in halves]
     assert len(set(whole.keys()) & {"class-1/again.png", "class-1/photo.0.png"}) == 1
     assert not {"class-2/broken.png", "class-0/photo.0.png"} & set(whole.keys())
-    assert len(keep_module.saved_answers(run.path / "linear/on-held-out.npz")) == len(whole)
+    assert len(tuning_module.saved_answers(run.path / "linear/on-held-out.npz")) == len(whole)
     for number, half in enumerate(halves, 1):
         log = (run.path / f"fold-{number}/log.txt").read_text()
         assert f"data: {len(half)} training and 0 validation" in log
@@ -215,8 +214,8 @@ def test_the_smaller_half_fills_a_batch_and_too_few_photos_are_not_fine_tuned(fo
 def test_a_better_fine_tuned_model_is_trained_on_all_photos_and_judged_by_its_twin(
     folder, weights, tmp_path, monkeypatch, divided, capsys
 ):
-    monkeypatch.setattr(keep_module, "MIX", 0.5)
-    monkeypatch.setattr(keep_module, "compared", lambda *_: (stats.Estimate(5.0, 1.0, 9.0), "better", "by far"))
+    monkeypatch.setattr(tuning_module, "MIX", 0.5)
+    monkeypatch.setattr(tuning_module, "compared", lambda *_: (stats.Estimate(5.0, 1.0, 9.0), "better", "by far"))
     data = folder if divided else folder / "train"
     run = train(data, weights=weights, out=str(tmp_path / "run"), epochs=2, minutes=5, lr=0.01, **QUIET)
     content = story(run)["result"]
@@ -234,7 +233,7 @@ def test_a_better_fine_tuned_model_is_trained_on_all_photos_and_judged_by_its_tw
         assert main(["eval", str(run.path), "--workers", "0", "--device", "cpu"]) == 2
         assert "trained on all of its photos" in capsys.readouterr().err
     tuning = auto_module.read_tuning(run.path, TrainOptions())
-    twins = keep_module.judge(run.path, tuning, Inputs(), crossed=not divided)
+    twins = tuning_module.judge(run.path, tuning, Inputs(), crossed=not divided)
     predicted = predict_run(read_run(run.path), "cpu")
     assert len(twins.answers) == (12 if divided else 38)
     assert predicted.predictions.correct.tolist() == twins.answers.correct.tolist()
@@ -263,7 +262,7 @@ def test_a_model_is_better_only_beyond_chance(loss, wrong, verdict, words):
         top = np.where(correct, 0, 1)[:, None]
         return Predictions(np.arange(20), label, top, np.full(20, 0.9), loss + (loss != 0.1) * noise)
 
-    _, found, how = keep_module.compared(answers(np.arange(20) >= 10, 0.1), answers(np.arange(20) >= wrong, loss))
+    _, found, how = tuning_module.compared(answers(np.arange(20) >= 10, 0.1), answers(np.arange(20) >= wrong, loss))
     assert found == verdict
     assert words in how
 
@@ -387,8 +386,8 @@ def test_the_backbone_to_fine_tune_suits_the_time_and_can_catch_up(seconds, behi
         return features_module.Trial(features_module.Candidate(name, 64), accuracy, 1 - accuracy, 0.0, cost, images=400)
 
     monkeypatch.setattr(tuning_module, "cores", lambda: 1)
-    monkeypatch.setattr(tuning_module, "FrozenBackbone", lambda name, *_: SimpleNamespace(name=name))
-    large = SimpleNamespace(name="large", info=SimpleNamespace(img_size=(64, 64), crop_mode="center"), device="cpu")
+    monkeypatch.setattr(features_module, "FrozenBackbone", lambda name, *_: SimpleNamespace(name=name))
+    large = SimpleNamespace(name="large", candidate=features_module.Candidate("large", 64), device="cpu")
     trials = (trial("small", 0.8 - behind, 0.01), trial("large", 0.8, 0.2))
     choice = features_module.Choice(large, SimpleNamespace(digests=[]), None, trials)
     told = Story("")

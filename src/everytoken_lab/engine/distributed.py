@@ -143,8 +143,7 @@ def kernel_settings(device: torch.device) -> Iterator[None]:
 def join_world(device: str = "", timeout_minutes: float = 30.0) -> Iterator[World]:
     """Join the processes that torchrun started, or be alone; a lost peer ends the job with one sentence."""
     kind = pick_device(device)
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if kind == "cuda" and size > 1:
         # some launchers show each process its own GPU only, which then is number 0 for all of them
         local = int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0
@@ -175,18 +174,17 @@ def join_world(device: str = "", timeout_minutes: float = 30.0) -> Iterator[Worl
 def distribute(module: nn.Module, backbone: nn.Module, world: World, fsdp: bool) -> nn.Module:
     """What is called in training. With FSDP the module itself is changed, so this comes before the optimizer."""
     if fsdp:
-        return shard(module, backbone, world)
+        shard(module, backbone, world)
+        return module
     ids = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(module, device_ids=ids) if world.size > 1 else module
 
 
-def shard(module: nn.Module, backbone: nn.Module, world: World) -> nn.Module:
-    """The module, with its weights spread over the processes, block by block of its backbone (FSDP2)."""
+def shard(module: nn.Module, backbone: nn.Module, world: World) -> None:
+    """Spread the module's weights over the processes, block by block of its backbone (FSDP2)."""
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for block in _blocks(backbone):
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    return module
+    for part in (*_blocks(backbone), module):
+        fully_shard(part, mesh=mesh)
 
 
 class ShardedAverage(ModelEmaV3):
@@ -235,10 +233,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, fsdp: bool) -> dict
 
 def load_module_state(module: nn.Module, state: dict[str, Any], fsdp: bool) -> None:
     """The reverse of `module_state`; every process has the whole state."""
-    if fsdp:
-        dcp.set_model_state_dict(module, state, options=dcp.StateDictOptions(full_state_dict=True))
-    else:
-        module.load_state_dict(state)
+    dcp.set_model_state_dict(module, state, options=dcp.StateDictOptions(full_state_dict=fsdp))
 
 
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: dict[str, Any], fsdp: bool) -> None:
@@ -256,4 +251,4 @@ def mean_over(values: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     if world.size == 1 or not values:
         return values
     stacked = world.add(torch.stack([v.detach().float().reshape(()) for v in values.values()])) / world.size
-    return dict(zip(values, stacked.unbind(), strict=True))
+    return dict(zip(values, stacked, strict=True))

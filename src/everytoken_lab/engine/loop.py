@@ -52,14 +52,13 @@ _TALK_EVERY = 8  # updates after which processes agree on stopping and saving
 _READ_EVERY = 1000  # updates at most whose flags stay on the device
 _SAME_RUN = ("model", "model_kwargs", "img_size", "seed", "data", "maps", "weights")
 _PATHS = ("data", "maps", "weights")
+_PARTS = {"model": "module", "ema": "ema"}  # files of a checkpoint, and the parts of its state in them
 
 
 class Stopped(EverytokenError):  # noqa: N818  (not an error)
     """A signal asked the run to stop; the state was saved, and the same call continues."""
 
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
+    exit_code: int
 
 
 def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output: str | Path) -> Run:
@@ -96,9 +95,8 @@ class Loop:
         self.accumulate = optim.grad_accum_steps
         self.updates_per_epoch = task.batches_per_epoch // self.accumulate
         if self.updates_per_epoch == 0 and not optim.iters:
-            raise EverytokenError(
-                f"an epoch has {task.batches_per_epoch} batches, fewer than grad_accum_steps {self.accumulate}"
-            )
+            found = f"an epoch has {task.batches_per_epoch} batches"
+            raise EverytokenError(f"{found}, fewer than grad_accum_steps {self.accumulate}")
         self.global_batch = options.dataset.batch_size * world.size * self.accumulate
         self.lr = learning_rate(optim, self.global_batch)
         self.fsdp = options.run.fsdp and world.size > 1
@@ -214,14 +212,9 @@ class Loop:
         torch_seed = int(generator(run.seed, self.step, self.world.rank, "update").integers(2**62))
         torch.manual_seed(torch_seed)  # drop path and dropout draw from torch's generator
         # objectives read the part that is done; where epochs are counted, in epochs
-        epoch, epochs = (
-            (self.place / self.total, 1)
-            if self.options.optim.iters
-            else (self.place / self.updates_per_epoch, int(self.epochs))
-        )
-        terms: dict[str, Tensor] = {}
-        keys: list[str] = []
-        waited = 0.0
+        epochs = 1 if self.options.optim.iters else int(self.epochs)
+        epoch = self.place / (self.total if self.options.optim.iters else self.updates_per_epoch)
+        terms, keys, waited = dict[str, Tensor](), list[str](), 0.0
         self.statistics.keep()
         for part in range(self.accumulate):
             started = time.perf_counter()
@@ -274,14 +267,12 @@ class Loop:
                 continue
             self.bad_total += 1
             values = {name: float(value) for name, value in terms.items()}
-            what = f"the loss or its gradient is not finite ({values}); the update was left out"
-            self.folder.log(f"update {step}: {what}")
+            self.folder.log(f"update {step} was left out: the loss or its gradient is not finite ({values})")
             self.folder.append("bad-updates.jsonl", {"step": step, "terms": str(values), "images": keys})
             if self.bad_in_row >= self.options.run.bad_loss_limit:
-                raise EverytokenError(
-                    f"{self.bad_in_row} updates in a row had a loss that is not finite; their images are listed in "
-                    f"{self.folder.path / 'bad-updates.jsonl'}. Try a lower lr, clip_grad 1 or no amp."
-                )
+                where = f"their images are listed in {self.folder.path / 'bad-updates.jsonl'}"
+                what = f"{self.bad_in_row} updates in a row had a loss that is not finite; {where}"
+                raise EverytokenError(f"{what}. Try a lower lr, clip_grad 1 or no amp.")
 
     def _validate_and_save(self) -> None:
         """Validate, remember the best, checkpoint."""
@@ -309,11 +300,9 @@ class Loop:
 
     def _validate(self, module: nn.Module) -> dict[str, float]:
         self.world.share_buffers(module)
-        was_training = module.training
-        module.eval()
-        started = time.monotonic()
+        was_training, started = module.training, time.monotonic()
         with torch.no_grad():
-            numbers = self.task.validate(module)
+            numbers = self.task.validate(module.eval())
         self.validating = time.monotonic() - started
         module.train(was_training)
         return numbers
@@ -387,9 +376,10 @@ class Loop:
             self.save()
 
     def _stop(self) -> None:
-        text = f"stopped by a signal after update {self.step}; the same command continues from here"
-        self.folder.log(text)
-        raise Stopped(text, 128 + (self.signal or signal.SIGTERM))
+        stopped = Stopped(f"stopped by a signal after update {self.step}; the same command continues from here")
+        stopped.exit_code = 128 + (self.signal or signal.SIGTERM)
+        self.folder.log(str(stopped))
+        raise stopped
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -414,12 +404,8 @@ class Loop:
             if self.ema is not None:
                 state["ema"] = distributed.module_state(self.ema, self.fsdp)
         if self.world.is_main:
-            weights = {
-                f"{stem}{suffix}": tensors
-                for stem, part in (("model", "module"), ("ema", "ema"))
-                if part in state
-                for suffix, tensors in self.task.weights(state[part]).items()
-            }
+            parts = {stem: self.task.weights(state[part]) for stem, part in _PARTS.items() if part in state}
+            weights = {f"{stem}{suffix}": part[suffix] for stem, part in parts.items() for suffix in part}
             root, keep = self.folder.checkpoints, self.options.run.keep
             checkpoint.save_checkpoint(root, self.step, weights, state, self.task.metadata(), keep)
 
@@ -500,16 +486,13 @@ class Loop:
         results = sorted(p.name for pattern in ("best*.safetensors", "summary.json") for p in run.path.glob(pattern))
         results += [f"metrics of {len(run.epochs)} epochs"] if len(run.epochs) > 1 else []
         if results:
-            raise EverytokenError(
-                f"{run.path} holds results of an earlier run ({', '.join(results)}) and no whole checkpoint. Choose "
-                "another output, or delete the folder."
-            )
+            what = f"{run.path} holds results of an earlier run ({', '.join(results)}) and no whole checkpoint"
+            raise EverytokenError(f"{what}. Choose another output, or delete the folder.")
 
     def _refuse(self, changes: Mapping[str, tuple[Any, Any]], why: str = "") -> None:
         if changes or why:
-            some = list(changes.items())[:3]
-            listed = "".join(f", {name} {before!r} and not {now!r}" for name, (before, now) in some)
-            what = f"{self.folder.path} holds another run{listed}{why and f' ({why})'}"
+            listed = [f", {name} {before!r} and not {now!r}" for name, (before, now) in changes.items()]
+            what = f"{self.folder.path} holds another run{''.join(listed[:3])}{why and f' ({why})'}"
             raise EverytokenError(f"{what}. Choose another output, or repeat its settings to continue it.")
 
 
@@ -522,10 +505,8 @@ class TrainingProgress(ExitStack):
 
     def __init__(self, loop: Loop) -> None:
         super().__init__()
-        self.loop = loop
-        self.images = self.updates = 0
-        self.waited = self.spent = 0.0
-        self.shown = time.monotonic()
+        self.loop, self.shown = loop, time.monotonic()
+        self.images, self.updates, self.waited, self.spent = 0, 0, 0.0, 0.0
         self.values: dict[str, float] = {}  # of the terms, when they were last read
         on_terminal = loop.world.is_main and sys.stderr.isatty()
         self.bar = self.enter_context(Progress("training", "updates", keep=False)) if on_terminal else None
@@ -533,10 +514,8 @@ class TrainingProgress(ExitStack):
     def update(self, terms: Mapping[str, Tensor], images: int, waited: float, spent: float) -> None:
         """Count one update; show and record it when it is time."""
         loop = self.loop
-        self.images += images
-        self.updates += 1
-        self.waited += waited
-        self.spent += spent
+        self.images, self.updates = self.images + images, self.updates + 1
+        self.waited, self.spent = self.waited + waited, self.spent + spent
         last = loop.validation_is_due()
         record = last or loop.step % loop.options.run.log_interval == 0
         pause = 30.0 if self.bar is None else 0.5

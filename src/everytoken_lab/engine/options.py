@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -346,11 +346,7 @@ LoopOptions = TrainOptions | DenseOptions
 
 def how_to_run(kind: Any = TrainOptions) -> set[str]:
     """Names of the options that do not change what is learnt."""
-    names: set[str] = set()
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        group, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
-        names |= how_to_run(group) if is_dataclass(group) else {name} if HOW in marks else set()
-    return names
+    return {name for name, hint in _flat_form(kind)[0].items() if HOW in getattr(hint, "__metadata__", ())}
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------
@@ -371,7 +367,8 @@ def read_recipe(name: str, trust_code: bool = False) -> dict[str, Any]:
     Args:
         trust_code: whether it may name objectives by import paths, which are imported then.
     """
-    values = parse_recipe(recipe_text(name), name)
+    content = schema.read_yaml(recipe_text(name), name)
+    values = schema.parse(dict[str, Any], {} if content is None else content, name)
     if not trust_code:
         registry.refuse_code(values, name)
     return values
@@ -392,39 +389,33 @@ def recipe_text(name: str) -> str:
     return (resources.files("everytoken_lab.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def parse_recipe(text: str, where: str) -> dict[str, Any]:
-    """YAML text -> names and values."""
-    content = schema.read_yaml(text, where)
-    return schema.parse(dict[str, Any], {} if content is None else content, where)
-
-
 def header(name: str) -> str:
     """The comment block on top of a shipped recipe: cost, result, source, and whether it was run."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), recipe_text(name).splitlines())
     return "\n".join(line.lstrip("# ") for line in lines)
 
 
-def _hints(kind: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+@functools.cache
+def _flat_form(kind: type) -> tuple[dict[str, Any], dict[str, str]]:
+    """The type of each option of `kind`, whatever its group, and that group ("": none)."""
+    types, home = dict[str, Any](), dict[str, str]()
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        group = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+        grouped = dataclasses.is_dataclass(group)
+        inside = typing.get_type_hints(group, include_extras=True) if grouped else {name: hint}
+        types |= inside
+        home |= dict.fromkeys(inside, name if grouped else "")
+    return types, home
 
 
 @functools.cache
-def _flat_form(kind: type) -> tuple[type, dict[str, str]]:
-    """A dataclass of all options of `kind` without their groups, and the group of each option ("": none)."""
-    types: dict[str, Any] = {}
-    home: dict[str, str] = {}
-    for name, hint in _hints(kind).items():
-        group = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
-        inside = _hints(group) if dataclasses.is_dataclass(group) else {name: hint}
-        types |= inside
-        home |= dict.fromkeys(inside, name if dataclasses.is_dataclass(group) else "")
-    return dataclasses.make_dataclass("Settings", types.items()), home
+def _flat_dataclass(kind: type) -> type:
+    return dataclasses.make_dataclass("Settings", _flat_form(kind)[0].items())
 
 
 def apply(options: T, values: Mapping[str, Any], where: str) -> T:
     """A copy of `options` with flat `values` put into the group that owns each name; types and ranges are checked."""
-    form, home = _flat_form(type(options))
+    home = _flat_form(type(options))[1]
     for key in values:
         if key not in home:
             raise SchemaError(f"{where}: there is no option {key!r}.{did_you_mean(key, home)}")
@@ -435,7 +426,7 @@ def apply(options: T, values: Mapping[str, Any], where: str) -> T:
     for key, value in flat_names(values).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise SchemaError(f"{where}: {key} is {value}, which is not a number to train with.")
-    checked: Any = schema.parse(form, {**flat(options), **values}, where)
+    checked: Any = schema.parse(_flat_dataclass(type(options)), {**flat(options), **values}, where)
     new: dict[str, Any] = {name: getattr(checked, name) for name, group in home.items() if not group}
     for group in set(home.values()) - {""}:
         inside = {name: getattr(checked, name) for name in home if home[name] == group}

@@ -25,7 +25,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,6 +185,11 @@ class Run:
         value = self.config.get("val_split")
         return float(value) if _is_number(value) and value else DEFAULT_VAL_SPLIT
 
+    def held_out(self) -> float:
+        """The fraction of its data that it held out; 0 if its data has validation images."""
+        there = self.place()
+        return 0.0 if there is not None and find_split(str(there), "val") else self.val_split
+
     @property
     def cross_validated(self) -> bool:
         """Whether it was trained on all of its images, and judged by cross-validation."""
@@ -308,8 +313,9 @@ class RunFolder:
             what = f"another process is training in {self.path}; wait for it, or choose another output"
             raise EverytokenError(f"{what}.\n{error}") from error
         except OSError as error:
-            what = f"{self.path} cannot be written to ({error.strerror}); choose another output"
-            raise EverytokenError(what) from error
+            raise EverytokenError(
+                f"{self.path} cannot be written to ({error.strerror}); choose another output"
+            ) from error
         self._opened = True
         return lock
 
@@ -334,12 +340,10 @@ class RunFolder:
 
     def log(self, text: str) -> None:
         """Log a line, and keep it in log.txt with the time."""
-        if not self.writable:
-            return
-        logger.info(text)
-        text = schema.shown(text)
+        if self.writable:
+            logger.info(text)
         if self._opened:
-            append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
+            append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {schema.shown(text)}\n".encode())
 
     @contextmanager
     def surviving(self, what: str) -> Iterator[None]:
@@ -403,11 +407,11 @@ def environment() -> dict[str, Any]:
 def _read(path: Path, kind: Any, troubles: list[str]) -> Any:
     """A YAML or JSON file of the run; None if it is not there, or cannot be read, which is added to `troubles`."""
     try:
+        if not path.exists():
+            return None
         if path.suffix == ".json":
-            return schema.read_json(path, kind) if path.exists() else None
+            return schema.read_json(path, kind)
         return schema.parse(kind, schema.read_yaml(files.read_bytes(path), str(path)), str(path))
-    except FileNotFoundError:
-        return None
     except (OSError, schema.SchemaError) as error:
         troubles.append(f"{path.name} cannot be read ({str(error).removeprefix(f'{path}: ').rstrip('.')[:120]})")
         return None
@@ -424,10 +428,9 @@ def _rows(path: Path, troubles: list[str]) -> list[dict[str, Any]]:
         return []
     rows: list[Any] = []
     for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError):
-            rows.append(None)
+        rows.append(None)
+        with suppress(ValueError, RecursionError):
+            rows[-1] = json.loads(line)
     if bad := sum(not isinstance(row, dict) for row in rows[:-1]):
         troubles.append(f"{bad} of {len(lines)} lines of {path.name} cannot be read and are left out")
     return [row for row in rows if isinstance(row, dict)]
@@ -514,7 +517,7 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
             if not held.fraction:
                 raise
     else:
-        held = held_out(sources, data, lambda run: run.names(data, part=_train_folder), _fraction)
+        held = held_out(sources, data, lambda run: run.names(data, part=_train_folder), Run.held_out)
     if held.fraction:
         dataset = open_dataset(data, "val", val_split=held.fraction)
         return dataset, held.note(data, len(dataset))
@@ -525,12 +528,6 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
         )
     dataset = open_dataset(data, "all")
     return dataset, held.note(data, len(dataset)) if held.trained or doubt else ""
-
-
-def _fraction(run: Run) -> float:
-    """What a run held out; 0 if its data has validation images."""
-    there = run.place()
-    return 0.0 if there is not None and find_split(str(there), "val") else run.val_split
 
 
 def _train_folder(path: Path) -> Path:

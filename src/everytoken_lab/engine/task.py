@@ -14,7 +14,7 @@ classify, segment and detect are subclasses; `loop.run` trains any of them:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,15 +41,13 @@ IMAGES = 8
 
 def watched(batches: Iterable[B], total: int, world: World) -> Iterator[B]:
     """Hand batches on and show how far validation is: a bar on a terminal, a plain line every half minute elsewhere."""
-    if not world.is_main:
-        yield from batches
-        return
     done = 0
-    with Progress("validation", "images", every=30, keep=False) as progress:
+    with Progress("validation", "images", every=30, keep=False) if world.is_main else nullcontext() as progress:
         for batch in batches:
             yield batch
             done += len(batch) * world.size
-            progress(min(done, total), total)
+            if progress is not None:
+                progress(min(done, total), total)
 
 
 class Task(TrainingTask):

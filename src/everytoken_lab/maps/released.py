@@ -50,9 +50,8 @@ def import_released(
     mode = resize_mode or ("squash" if grid == (15, 15) else "center")
     if mode != "squash" and images is None:
         raise StoreError(
-            f"maps of {grid[0]}x{grid[1]} cells lie on the middle square of their image (token labeling), so the "
-            "images are needed to place them: give the image folder (images), or resize_mode 'squash' if these "
-            "maps cover whole images, as ReLabel's do."
+            f"maps of {grid[0]}x{grid[1]} cells lie on the middle square of their image: give the images to place them "
+            "(the image folder, images), or resize_mode 'squash' if they cover whole images, as ReLabel's do."
         )
     annotator, notes = {"name": "released maps"}, []
     if resize_mode is None:
@@ -115,10 +114,8 @@ def _match(label_files: list[str], images: Path | None) -> dict[str, str]:
     there, claims = set(label_files), Counter(paths.values())
     if not there & claims.keys():
         example = next((f"{key} would need {file}" for key, file in paths.items()), "it has no images")
-        raise StoreError(
-            f"no image of {images} has a label file (for example, {example}; the label files look like "
-            f"{label_files[0]}). Give the folders that hold the class folders."
-        )
+        found = f"for example, {example}; the label files look like {label_files[0]}"
+        raise StoreError(f"no image of {images} has a label file ({found}). Give the folders above the class folders.")
     found = {}
     for key, file in paths.items():
         name = file.removesuffix(".pt")

@@ -114,6 +114,5 @@ def summarize_store(maps: Maps, limit: int = 512, label_of: Callable[[str], int 
             images.append(summary.image_class == label)
             cells.append((summary.top[summary.inside] == label).mean())
     agree = [float(np.mean(values)) for values in (images, cells) if values]
-    return StoreSummary(
-        len(vocabulary), *(float(np.mean(values or [0.0])) for values in (vocabulary, confidence)), *agree
-    )
+    means = [float(np.mean(values or [0.0])) for values in (vocabulary, confidence)]
+    return StoreSummary(len(vocabulary), *means, *agree)

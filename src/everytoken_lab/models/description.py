@@ -155,9 +155,8 @@ def create_sized(name: str, arguments: Mapping[str, Any], **more: Any) -> tuple[
     try:
         return timm.create_model(name, **used, **more), used
     except TypeError:
-        if "img_size" not in used:
+        if used.pop("img_size", None) is None:
             raise
-    del used["img_size"]
     return timm.create_model(name, **used, **more), used
 
 

@@ -18,7 +18,7 @@ import importlib.util
 import logging
 import re
 import ssl
-import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -149,8 +149,7 @@ def open_model(
         weights: with timm:NAME, a weights file or run folder instead of pretrained weights.
         img_size: another input size; position embeddings are resized. None or 0: the model's own.
     """
-    name = str(source)
-    sides = [img_size] if isinstance(img_size, int) else img_size
+    name, sides = str(source), [img_size] if isinstance(img_size, int) else img_size
     size = (sides[0], sides[-1]) if img_size and sides else None
     if weights:
         if not name.startswith("timm:"):
@@ -458,14 +457,9 @@ def fetch_modern(
 
 def _seconds_of_random_weights(name: str, size: int) -> float:
     """Of a network with random weights, so that it need not be downloaded to be timed."""
-    model = create_sized(name, {"num_classes": 0, "img_size": size})[0].eval()
-    spent = []
+    model, images = create_sized(name, {"num_classes": 0, "img_size": size})[0].eval(), torch.zeros(1, 3, size, size)
     with torch.inference_mode():
-        for _ in range(2):
-            started = time.perf_counter()
-            model(torch.zeros(1, 3, size, size))
-            spent.append(time.perf_counter() - started)
-    return min(spent)
+        return min(timeit.repeat(lambda: model(images), number=1, repeat=2))
 
 
 # Weights files
@@ -498,7 +492,7 @@ def _file_weights(path: Path, architecture: str) -> Weights:
         values = read_metadata(path, key)
         if isinstance(values, dict) and "backbone" in values:
             info = Description.from_values(values["backbone"], source)
-            return Weights(source, info, ClassList(0), lambda: _below(DENSE_PREFIX, read_weights(path)), own=True)
+            return Weights(source, info, ClassList(0), lambda: below(DENSE_PREFIX, read_weights(path)), own=True)
     if own := describe(path):
         classes = _named_classes(_check_tensors(path, own), own.class_names, source)
         return Weights(source, own, classes, partial(read_weights, path), own=True)
@@ -506,15 +500,16 @@ def _file_weights(path: Path, architecture: str) -> Weights:
         raise EverytokenError(f"{path} does not say which model it belongs to; name its architecture (model)")
     check_architecture(architecture)
     state = read_weights(path)
-    state = _below("backbone.", state) or state  # mmseg's
+    state = below("backbone.", state) or state  # mmseg's
     with torch.device("meta"):
         backbone = timm.create_model(architecture)
-    names = (f"{head}.{part}" for head in _classifiers(backbone) for part in ("weight", "bias"))
+    names = [f"{head}.{part}" for head in _classifiers(backbone) for part in ("weight", "bias")]
     count = next((len(state[name]) for name in names if name in state), 0)
     return Weights(source, described(architecture, backbone.pretrained_cfg or {}), ClassList(count), lambda: state)
 
 
-def _below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of one part of a model, by their names in it."""
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
@@ -528,17 +523,17 @@ def _check_tensors(path: Path, info: Description) -> int:
         raise WeightsError(f"{what} is larger than the tensors in the file, so it is not built")
     with building(what):
         expected = tensor_shapes(info.architecture, info.arguments, info.img_size)
-    wrong = [name for name, shape in expected.items() if found.get(name) != shape]
-    if wrong:
-        shapes = f"{expected[wrong[0]]}, but is {found.get(wrong[0], 'missing')}"
-        raise WeightsError(f"{what} does not belong to the tensors in the file: {wrong[0]} should be {shapes}")
+    for name, shape in expected.items():
+        if found.get(name) != shape:
+            shapes = f"{name} should be {shape}, but is {found.get(name, 'missing')}"
+            raise WeightsError(f"{what} does not belong to the tensors in the file: {shapes}")
     return int(info.arguments.get("num_classes", len(info.class_names)))
 
 
 def _classifiers(model: nn.Module) -> tuple[str, ...]:
     """Names of a timm model's classifiers, that of the class token first."""
-    config: Any = model.pretrained_cfg
-    heads = (config or {}).get("classifier") or ()
+    config: Any = model.pretrained_cfg or {}
+    heads = config.get("classifier") or ()
     return (heads,) if isinstance(heads, str) else tuple(heads)
 
 

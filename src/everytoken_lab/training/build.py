@@ -88,39 +88,33 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
         model.add_token_head(len(token_names))
     notes += [] if weights is None else _start_heads(model, weights, class_names, token_names)
     notes += check_objectives(options, objectives)
+    square = store is None or store.meta.grid[0] == store.meta.grid[1]
     for name, objective in objectives.items():
         if isinstance(objective, Drloc):
             notes.append(f"drloc: {objective.extra_repr()}")
-        square = store is None or store.meta.grid[0] == store.meta.grid[1]
         if not square and "maps" in required_by(objective) and getattr(objective, "released", False):
-            raise EverytokenError(
-                f"objective {name!r} with released=true needs square maps, as the released code does; annotate at a "
-                "square size, or leave released out"
-            )
+            what = f"objective {name!r} with released=true needs square maps, as the released code does"
+            raise EverytokenError(f"{what}; annotate at a square size, or leave released out")
     asked = any("teacher" in required_by(o) or not hasattr(o, "requires") for o in objectives.values())
     if teacher is not None and asked:
         notes += match_teacher(teacher, teacher_classes, options, class_names)
     vote = options.model.token_vote or float(options.model.model_kwargs.get("token_vote", 0.0))
     if vote and token_names != class_names:
-        raise EverytokenError(
-            f"token_vote is {vote:g}, which needs tokens that learn the data's classes (token_labeling); set it to 0"
-        )
+        what = f"token_vote is {vote:g}, which needs tokens that learn the data's classes"
+        raise EverytokenError(f"{what} (token_labeling); set it to 0")
     offsets = None
     if adjustment := options.model.logit_adjustment:
         offsets = adjustment * torch.from_numpy(log_priors(train_set.labels, len(class_names))).float()
     freeze_first(backbone, options.model.freeze)
-    norm_eval, compiled = options.model.norm_eval, options.model.torchcompile
+    norm_eval, compiled, size = options.model.norm_eval, options.model.torchcompile, options.model.img_size
     mixer = build_mixer(options.mixing)
     step = TokenStep(model, objectives, mixer, teacher, compiled, vote, norm_eval, offsets).to(world.device)
-    size = options.model.img_size
     with building(f"{options.model.model} for {size} x {size} pixels"):
         step.grid = grid = probe(model, (size, size))
     patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", (1, 1))
     if isinstance(patch, tuple) and any(size % side for side in patch):
-        notes.append(
-            f"img_size {size} is no multiple of the patch size {patch[0]}: tokens and their labels are slightly "
-            "misaligned at the right and the bottom"
-        )
+        shift = "tokens and their labels are slightly misaligned at the right and the bottom"
+        notes.append(f"img_size {size} is no multiple of the patch size {patch[0]}: {shift}")
     description = Description(
         architecture=options.model.model,
         arguments=arguments,
@@ -137,8 +131,9 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
         amp="bfloat16" if options.optim.amp else "",
     )
     train_view = TrainTransform(size, options.augment, mean=description.mean, std=description.std)
-    views = train_view, eval_view(description)
-    return ClassifierSetup(train_set, val_set, store, step, grid, *views, description, notes)
+    return ClassifierSetup(
+        train_set, val_set, store, step, grid, train_view, eval_view(description), description, notes
+    )
 
 
 # -- contradictions ---------------------------------------------------------------------------------------------------
@@ -161,9 +156,8 @@ def check_options(options: TrainOptions) -> list[str]:
         raise EverytokenError(f"there is no store of score maps at {options.maps}")
     augment = options.augment
     if augment.color_jitter and augment.aa and "3a" not in augment.aa:
-        raise EverytokenError(
-            f"color_jitter is {augment.color_jitter:g} and aa is {augment.aa!r}, which replaces it, as in timm; set one"
-        )
+        what = f"color_jitter is {augment.color_jitter:g} and aa is {augment.aa!r}"
+        raise EverytokenError(f"{what}, which replaces it, as in timm; set one")
     for name, settings in mixer_settings(options.mixing).items():
         if name in MIXERS:
             check_settings(MIXERS[name], settings, f"mixing {name}")
@@ -247,8 +241,7 @@ def freeze_first(backbone: nn.Module, count: int) -> None:
 def log_priors(labels: np.ndarray, num_classes: int) -> np.ndarray:
     """[K]: the log of each class's fraction of the images; a class without images counts as one with one."""
     counts = np.maximum(np.bincount(labels, minlength=num_classes), 1)
-    priors: np.ndarray = np.log(counts / counts.sum())
-    return priors
+    return np.asarray(np.log(counts / counts.sum()))
 
 
 def check_held_out(store: Maps, train_set: DataSet, val_set: DataSet) -> list[str]:
@@ -291,11 +284,10 @@ def _resolve_class_targets(
     if "token_labeling" in settings and "class_map" not in settings["token_labeling"]:
         # whatever the recipe says: the maps cannot label whole images
         settings["token_labeling"]["class_target"] = "truth"
-        notes.append(
-            f"the maps have {store.meta.num_classes} classes (such as {store.meta.class_name(0)!r}), the data "
-            f"{train_set.num_classes} (such as {train_set.class_names[0]!r}): tokens learn the maps' classes, the "
-            "class token the data's labels"
-        )
+        theirs = f"{store.meta.num_classes} classes (such as {store.meta.class_name(0)!r})"
+        ours = f"{train_set.num_classes} (such as {train_set.class_names[0]!r})"
+        learnt = "tokens learn the maps' classes, the class token the data's labels"
+        notes.append(f"the maps have {theirs}, the data {ours}: {learnt}")
     return settings, notes
 
 

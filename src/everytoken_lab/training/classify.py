@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -34,6 +33,7 @@ from everytoken_lab.engine.options import AutoOptions, TrainOptions, apply, read
 from everytoken_lab.engine.run_folder import Run, RunFolder
 from everytoken_lab.engine.task import IMAGES, Task, pixels_of, watched
 from everytoken_lab.models.description import timm_config
+from everytoken_lab.models.open import below
 from everytoken_lab.training.build import ClassifierSetup, build
 from everytoken_lab.training.inputs import Inputs, complete, default_output
 
@@ -116,10 +116,7 @@ class Classification(Task):
     def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """The plain timm model and, if it is separate, the token head."""
         prefixes = {"": "model.backbone.", ".token_head": "model.token_head."}
-        files = {
-            suffix: {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            for suffix, prefix in prefixes.items()
-        }
+        files = {suffix: below(prefix, state) for suffix, prefix in prefixes.items()}
         return {suffix: tensors for suffix, tensors in files.items() if tensors}
 
     def metadata(self) -> dict[str, str]:
@@ -207,7 +204,7 @@ def train(
     """
     settings = TrainOptions()
     if recipe:
-        settings = dataclasses.replace(apply(settings, read_recipe(recipe, trust_code), recipe), recipe=recipe)
+        settings = replace(apply(settings, read_recipe(recipe, trust_code), recipe), recipe=recipe)
     store = maps.path if isinstance(maps, Maps) else maps
     given = {"data": str(data), **({"maps": str(store)} if store else {}), **options}
     for name, changes in (("objectives", objectives), ("mixing", mixing)):
@@ -226,9 +223,8 @@ def decides_itself(options: TrainOptions, auto: AutoOptions) -> bool:
     open_choice = not (options.recipe or options.model.model or options.objectives or options.mixing)
     wanted = bool(auto.minutes) or auto.linear or options.maps == "auto"
     if wanted and not open_choice:
-        raise EverytokenError(
-            "minutes, linear and maps='auto' are for training without a recipe, model, objectives and mixing"
-        )
+        what = "minutes, linear and maps='auto'"
+        raise EverytokenError(f"{what} are for training without a recipe, model, objectives and mixing")
     return open_choice and (wanted or not (options.model.weights or options.maps))
 
 

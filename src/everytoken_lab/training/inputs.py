@@ -104,10 +104,8 @@ def _chosen(options: TrainOptions, train: DataSet, val: DataSet) -> tuple[DataSe
     """Without the training images to leave out, and with corrected labels."""
     notes: list[str] = []
     if train.num_classes < 2 and not train.multi_label:
-        raise EverytokenError(
-            f"{options.data} has one class only ({', '.join(train.class_names)}): give every class a folder of its "
-            "own, at least two"
-        )
+        what = f"{options.data} has one class only ({', '.join(train.class_names)})"
+        raise EverytokenError(f"{what}: give every class a folder of its own, at least two")
     if names := excluded(options):
         train = train.subset([i for i, key in enumerate(train.keys()) if key not in names])
         if not len(train):
@@ -193,14 +191,12 @@ def complete(
         options = apply(options, {"teacher": full_name}, "teacher")
     source = options.model.weights
     weights = inputs.weights(source, options.model.model) if source else None
-    values: dict[str, Any] = {}
+    chosen = options.model
+    values: dict[str, Any] = {"model": chosen.model or DEFAULT_MODEL, "img_size": chosen.img_size or DEFAULT_SIZE}
     if weights is not None:
-        chosen = options.model
         model, arguments = weights.choose(chosen.model, chosen.model_kwargs, "model" in asked)
         values = {"model": model, "model_kwargs": arguments, "img_size": chosen.img_size or weights.info.img_size[0]}
         values |= {} if Path(weights.source).exists() else {"weights": weights.source}  # by its full name
-    values.setdefault("model", options.model.model or DEFAULT_MODEL)
-    values.setdefault("img_size", options.model.img_size or DEFAULT_SIZE)
     options = apply(options, values, source or "defaults")
     if options.recipe:
         decisions: dict[str, Any] = {"lr_scaling": default_scaling(options.optim, options.recipe)}
@@ -227,11 +223,11 @@ def _small_batch(options: TrainOptions, inputs: Inputs) -> TrainOptions:
     try:
         each = len(inputs.splits(options)[0]) // int(os.environ.get("WORLD_SIZE", "1"))
     except EverytokenError:  # told when the images are opened, after the options have been checked
-        return options
-    if not 0 < each < options.dataset.batch_size:
-        return options
-    logger.info(f"Batch size {each} instead of {options.dataset.batch_size}: there are no more training images.")
-    return apply(options, {"batch_size": each}, "batch_size")
+        each = 0
+    if 0 < each < options.dataset.batch_size:
+        logger.info(f"Batch size {each} instead of {options.dataset.batch_size}: there are no more training images.")
+        options = apply(options, {"batch_size": each}, "batch_size")
+    return options
 
 
 def _fine_tuning(options: TrainOptions, weights: Weights, source: str, inputs: Inputs) -> dict[str, Any]:

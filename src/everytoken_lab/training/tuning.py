@@ -15,6 +15,7 @@ import copy
 import itertools
 import logging
 import time
+import timeit
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, read_bytes, write_atomically
 from everytoken.keyed import StepKey
 from everytoken_lab import schema, stats
-from everytoken_lab.annotators.features import Candidate, Choice, Features, FrozenBackbone, Trial, compute_features
+from everytoken_lab.annotators.features import Choice, Features, FrozenBackbone, Trial, compute_features
 from everytoken_lab.annotators.linear import FOLDS
 from everytoken_lab.calibration import Calibration, calibrate
 from everytoken_lab.data.augment import eval_view
@@ -152,8 +153,7 @@ class Job:
 
     def features(self, data: DataSet, backbone: FrozenBackbone, digests: list[str] | None = None) -> Features:
         """Of all photos of a set, from the cache or computed."""
-        workers = self.options.dataset.workers
-        return compute_features(data, backbone, self.cache, digests=digests, workers=workers)
+        return compute_features(data, backbone, self.cache, digests=digests, workers=self.options.dataset.workers)
 
 
 def free_memory(device: torch.device) -> int:
@@ -166,11 +166,6 @@ def free_memory(device: torch.device) -> int:
 # -- how to fine-tune -------------------------------------------------------------------------------------------------
 
 
-def candidate_of(backbone: FrozenBackbone) -> Candidate:
-    """What it was made of."""
-    return Candidate(backbone.name, backbone.info.img_size[0], backbone.info.crop_mode == "squash")
-
-
 def tunable(job: Job, choice: Choice, trainings: int) -> Choice | None:
     """The backbone to fine-tune: the best one for which there is time, if it can catch up with the best linear head.
 
@@ -179,7 +174,7 @@ def tunable(job: Job, choice: Choice, trainings: int) -> Choice | None:
     name, seconds = choice.backbone.name, job.left
     if len(choice.trials) == 1:
         return choice  # how long it takes is timed anyway
-    best = next(t for t in choice.trials if t.candidate == candidate_of(choice.backbone))
+    best = next(t for t in choice.trials if t.candidate == choice.backbone.candidate)
 
     def needed(trial: Trial, updates: int = FEWEST_UPDATES) -> float:
         return _READING * trial.training_seconds * trainings * updates * BATCH / (0.5 * cores() + 0.5)
@@ -196,16 +191,13 @@ def tunable(job: Job, choice: Choice, trainings: int) -> Choice | None:
         f"Fine-tuning {chosen.candidate}: {USUAL_UPDATES} updates of {name} need about "
         f"{needed(best, USUAL_UPDATES):.0f} s, and {seconds:.0f} s of the budget remain."
     )
-    which = chosen.candidate
-    backbone = FrozenBackbone(which.name, which.img_size, choice.backbone.device, which.squash)
+    backbone = chosen.candidate.open(choice.backbone.device)
     return replace(choice, backbone=backbone, features=job.features(job.train, backbone, choice.features.digests))
 
 
 def _too_slow(what: str, needed: float, left: float) -> str:
-    return (
-        f"Skipping fine-tuning: {FEWEST_UPDATES} updates{what} need about {needed:.0f} s, and {max(0, left):.0f} s of "
-        "the budget remain. More minutes would allow it (--minutes)."
-    )
+    times = f"{FEWEST_UPDATES} updates{what} need about {needed:.0f} s, and {max(0, left):.0f} s of the budget remain"
+    return f"Skipping fine-tuning: {times}. More minutes would allow it (--minutes)."
 
 
 def settings(job: Job, backbone: FrozenBackbone, train: int, val: int) -> dict[str, Any]:
@@ -248,8 +240,7 @@ def batch_in_memory(backbone: FrozenBackbone, wanted: int, device: torch.device,
     """The largest of wanted, wanted / 2, ... for which training takes at most 70 % of the free memory."""
     model = copy.deepcopy(backbone.model.backbone).requires_grad_(True)
     freeze_first(model, freeze)
-    own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, int] = {}
+    own, kept = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}, dict[int, int]()
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.data_ptr() not in own:
@@ -276,9 +267,8 @@ def updates_in_time(job: Job, options: TrainOptions, backbone: FrozenBackbone, j
     weights = sum(p.numel() * p.element_size() for p in backbone.model.parameters())
     needed = 4 * trainings * (options.run.keep + 1) * weights  # weights, average, two moments
     if (free := free_disk(job.output)) < needed:
-        job.story.say(
-            f"Skipping fine-tuning: its checkpoints need {needed / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free."
-        )
+        sizes = f"its checkpoints need {needed / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free"
+        job.story.say(f"Skipping fine-tuning: {sizes}.")
         return 0
     seconds, loading = step_seconds(job, options)
     if job.device.type == "cpu":  # which loads and trains with the same cores
@@ -297,15 +287,10 @@ def updates_in_time(job: Job, options: TrainOptions, backbone: FrozenBackbone, j
 def step_seconds(job: Job, options: TrainOptions, steps: int = 3) -> tuple[float, float]:
     """Seconds of the fastest of some training steps, and of loading a batch in one process."""
     options = replace(options, dataset=replace(options.dataset, workers=0))
-    world = World(0, 1, job.device)
-    setup = build(options, world, job.inputs)
-    task = Classification(setup, options, world, RunFolder(job.output / ".timing", writable=False))
-    loading, working = [], []
-    batches = task.train_loader.epoch(0)
-    for _ in range(min(steps + 1, task.batches_per_epoch)):
-        started = time.perf_counter()
-        next(batches)
-        loading.append(time.perf_counter() - started)
+    world, folder = World(0, 1, job.device), RunFolder(job.output / ".timing", writable=False)
+    task = Classification(build(options, world, job.inputs), options, world, folder)
+    batches, count = task.train_loader.epoch(0), min(steps + 1, task.batches_per_epoch)
+    loading, working = timeit.repeat(lambda: next(batches), number=1, repeat=count), []
     task.train()
     for number, batch in enumerate(itertools.islice(task.train_batches(0, 0), len(loading))):
         started = time.perf_counter()
@@ -340,8 +325,8 @@ def trainings(inputs: Inputs, crossed: bool) -> list[tuple[str, Inputs]]:
 
 def training(options: TrainOptions, output: Path, which: str = "") -> TrainOptions:
     """One of the trainings: -1 and -2 on half of the photos, "" on all that there are to train on."""
-    values = {"weights": str(output / f"start{which}.safetensors")}
-    values["out"] = str(output / (f"fold{which}" if which else "fine-tuned"))
+    folder = output / (f"fold{which}" if which else "fine-tuned")
+    values = {"weights": str(output / f"start{which}.safetensors"), "out": str(folder)}
     if options.maps and Path(options.maps).parent == output:
         values["maps"] = str(output / f"maps{which}")
     return apply(options, values, "auto")
@@ -400,8 +385,7 @@ def judges_of(options: TrainOptions, inputs: Inputs, crossed: bool) -> DataSet:
 def judge(output: Path, options: TrainOptions, inputs: Inputs, crossed: bool) -> Judged:
     """Validation photos by the fine-tuned model; without them, each half of the photos by the model of the other."""
     judges = judges_of(options, inputs, crossed)
-    parts: list[tuple[torch.Tensor, ...]] = []
-    skipped: dict[str, str] = {}
+    parts, skipped = list[tuple[torch.Tensor, ...]](), dict[str, str]()
     for which, part in trainings(inputs, crossed):
         own = training(options, output, which)
         seen = set(part.splits(own)[0].keys()) if crossed else set()
@@ -415,9 +399,8 @@ def judge(output: Path, options: TrainOptions, inputs: Inputs, crossed: bool) ->
             assert batch.labels is not None
             parts.append((rows[batch.indices.cpu()], batch.labels.cpu(), logits.cpu()))
         skipped |= inference.bad_images.seen
-    index, truth, logits = (torch.cat(values) for values in zip(*parts, strict=True))
-    order = index.argsort()
-    index, truth, logits = index[order], truth[order], logits[order]
+    order = torch.cat([rows for rows, *_ in parts]).argsort()
+    index, truth, logits = (torch.cat(values)[order] for values in zip(*parts, strict=True))
     calibration = calibrate(logits.numpy(), truth.numpy())
     calibrated = predictions_of(index, truth, logits / calibration.temperature)
     return Judged(judges, predictions_of(index, truth, logits), calibrated, calibration, skipped, opened)
@@ -456,8 +439,8 @@ def save_answers(
     summary: Mapping[str, Any],
 ) -> None:
     """Write the numbers of a model; the summary, which says that the run is finished, comes last."""
-    run = writer.read()
-    weights, found = run.path / "best.safetensors", answers.summary()
+    run, found = writer.read(), answers.summary()
+    weights = run.path / "best.safetensors"
     answers.save(run.path / CACHE, stamp(weights, photos), skipped)
     keep_calibration(run, weights, calibration)
     at = {"score": next(iter(found.values())), "epoch": summary["epochs"], "step": summary["updates"]}
@@ -490,8 +473,7 @@ def compared(first: AnyPredictions, last: AnyPredictions) -> tuple[stats.Estimat
     gain, loss = stats.paired_difference(a.correct, b.correct), stats.mean((b.loss - a.loss).tolist())
     worse = (loss.clear and loss.value > 0) or (gain.clear and gain.value < 0)
     verdict = "worse" if worse else "better" if loss.clear else ""
-    text = f"log loss {_interval(loss, 2)}, accuracy {_interval(gain, 1, ' points')} {where}"
-    return gain, verdict, text
+    return gain, verdict, f"log loss {_interval(loss, 2)}, accuracy {_interval(gain, 1, ' points')} {where}"
 
 
 def _interval(estimate: stats.Estimate, digits: int, unit: str = "") -> str:
