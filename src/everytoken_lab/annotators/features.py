@@ -6,8 +6,7 @@
     choice.backbone.with_head(choice.fit.head, data.class_names)             # a plain timm classifier
 
 Features are kept by the content of the image, in one folder per backbone and preprocessing (`KEY/part-*.safetensors`,
-half precision), so that renamed images and images that were added later cost nothing extra; a job that was killed goes
-on after its last part of 256 images.
+half precision): renamed and added images cost nothing extra, and a job that was killed goes on after its last part.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 PROBED = 400
 """Images that backbones are compared on, at most."""
-_PART = 256
+_PART = 256  # images of a file
 _BATCH = 8  # as fast as 32, in a fifth of the memory
 _MANY = 100  # images for which the network is made faster first
 _SMALL = 128  # pixels: a third of the work at the usual size
@@ -164,7 +163,7 @@ class FrozenBackbone:
     """A pretrained network without its classifier, in evaluation mode; see `Candidate`.
 
     Attributes:
-        info: architecture, size, crop and normalisation.
+        info: architecture, size, crop and normalisation; preprocessing: these, as `predict` and `eval` will use them.
         dim: number of features.
         key: changes with everything that the features depend on.
     """
@@ -192,17 +191,12 @@ class FrozenBackbone:
         view = {"weights": weights, **asdict(self.info)}
         self.key = hashlib.sha256(json.dumps(view, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.dim = int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
-        self.weights_sha256 = weights
+        self.weights_sha256, self.preprocessing = weights, eval_view(self.info)
 
     @property
     def candidate(self) -> Candidate:
         """What it was made of, with its size."""
         return Candidate(self.name, self.info.img_size[0], self.info.crop_mode == "squash")
-
-    @property
-    def preprocessing(self) -> EvalTransform:
-        """Resize, crop and normalisation, as `predict` and `eval` will use them."""
-        return eval_view(self.info)
 
     def pooled(self, images: Tensor) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, D]."""
@@ -222,8 +216,7 @@ class FrozenBackbone:
             for classifier in _classifiers(model):
                 classifier.weight.copy_(head.weight)
                 classifier.bias.copy_(head.bias)
-            images = torch.linspace(-1, 1, 3 * self.info.img_size[0] * self.info.img_size[1], device=self.device)
-            images = images.view(1, 3, *self.info.img_size)
+            images = noise(self.info.img_size, self.device)
             answer, wanted = model.eval()(images).cpu(), head(self.pooled(images).cpu())
         if not torch.allclose(answer, wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max())):
             raise AnnotatorError(f"{self.name} does more than a linear classifier after pooling, so it cannot get one.")
@@ -333,8 +326,7 @@ def compute_features(
     missing = {digest: i for i, digest in reversed(list(enumerate(digests))) if digest and digest not in store.rows}
     order = np.array(sorted(missing.values()), dtype=np.int64)
     why, waiting = dict[str, str](), dict[str, np.ndarray]()
-    started = time.perf_counter()
-    transform = backbone.preprocessing
+    started, transform = time.perf_counter(), backbone.preprocessing
     pooled = backbone.fast_pooled if len(order) >= _MANY else backbone.pooled
     spans = [range(i, min(i + _BATCH, len(order))) for i in range(0, len(order), _BATCH)]
     workers = 0 if len(spans) <= 2 else default_workers() if workers is None else workers
@@ -350,8 +342,7 @@ def compute_features(
         if progress is not None:
             progress(batch.positions[-1] + 1 + len(data) - len(order), len(data))
     store.add(waiting)
-    seconds = time.perf_counter() - started
-    out = np.zeros((len(data), backbone.dim), dtype=np.float32)
+    seconds, out = time.perf_counter() - started, np.zeros((len(data), backbone.dim), dtype=np.float32)
     for i, digest in enumerate(digests):
         out[i] = store.rows.get(digest, 0)
     failures = {i: why.get(digest, "cannot be read") for i, digest in enumerate(digests) if digest not in store.rows}

@@ -1,12 +1,11 @@
 """`annotate`: fill a store with an annotator's score maps: decode, score, keep the best k per cell, write.
 
-Three stages work side by side: worker processes decode the next batches, this thread drives the network, and one more
-thread checks and writes the maps of earlier batches. On a GPU nothing here waits for it: the copy back is waited for in
-the writing thread.
+Worker processes decode the next batches, this thread drives the network, and one more thread checks and writes the maps
+of earlier batches. On a GPU, only the writing thread waits for it.
 
 Every shard follows from the keys and the annotator (see `features.ImageReader`), so a job that was killed and started
-again, or shared by several processes, ends in the same store. (On the same kind of device, with the same number of
-threads, the same batch size, with or without ONNX Runtime: other sums round differently.)
+again, or shared by several processes, ends in the same store (with the same device, threads, batch size and ONNX
+Runtime: other sums round differently).
 
 Paper: All Tokens Matter (token labeling), 4.1, keeps the five best logits of each cell in half precision.
 Differently: any k, all of a few classes, exact class numbers, the whole image (the released script sees its central
@@ -59,8 +58,8 @@ class Outcome:
     """What a job did.
 
     Attributes:
-        data: what was annotated. plan: whose classes the store has.
-        done: images annotated or skipped by this process in this run. seconds: that it took.
+        plan: whose classes the store has.
+        done: images annotated or skipped by this process in this run; seconds: that it took.
         notes: sentences the user should read.
         world: this process among those that shared the job.
     """

@@ -51,18 +51,16 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
-        if self.size == 1:
-            return flag
         value = torch.tensor([int(flag)])  # on the host, through gloo: nobody waits for a GPU
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
+        if self.size > 1:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value)
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every process, in order of rank."""
-        if self.size == 1:
-            return [value]
-        out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value)
+        out = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(out, value)
         return out
 
     @contextmanager
@@ -79,9 +77,8 @@ class World:
 
     def share_buffers(self, module: torch.nn.Module) -> None:
         """Give every process rank 0's buffers: running means differ between processes, and files hold rank 0's."""
-        if self.size > 1:
-            for buffer in module.buffers():
-                dist.broadcast(buffer, 0)
+        for buffer in module.buffers() if self.size > 1 else ():
+            dist.broadcast(buffer, 0)
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -192,7 +189,8 @@ class ShardedAverage(ModelEmaV3):
 
     def _foreach_lerp_(self, ema_values: list[Tensor], model_values: list[Tensor], weight: float) -> None:
         # torch does not take sharded tensors and plain ones (buffers) in one list
-        super()._foreach_lerp_([local_part(v) for v in ema_values], [local_part(v) for v in model_values], weight)
+        local = [[v.to_local() if isinstance(v, DTensor) else v for v in part] for part in (ema_values, model_values)]
+        super()._foreach_lerp_(*local, weight)
 
     def shard_twin(self, module: nn.Module, backbone: nn.Module, world: World) -> None:
         """Shard the copy; `module` is what was copied, and `backbone` a part of it."""
@@ -200,16 +198,10 @@ class ShardedAverage(ModelEmaV3):
         shard(self.module, self.module.get_submodule(name), world)
 
 
-def local_part(value: Tensor) -> Tensor:
-    """What this process holds of a sharded tensor; others as they are."""
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _blocks(backbone: nn.Module) -> list[nn.Module]:
     """The repeated parts of a backbone: the members of its longest lists of layers."""
     lists = [m for m in backbone.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
-    blocks: list[nn.Module] = []
-    inside: set[nn.Module] = set()
+    blocks, inside = list[nn.Module](), set[nn.Module]()
     for group in sorted(lists, key=lambda g: -sum(p.numel() for p in g.parameters())):
         if len({type(m) for m in group}) == 1 and group not in inside and inside.isdisjoint(group):
             members = [m for m in group if any(True for _ in m.parameters())]

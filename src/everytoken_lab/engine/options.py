@@ -436,12 +436,9 @@ def apply(options: T, values: Mapping[str, Any], where: str) -> T:
 
 def check_settings(kind: type, settings: Mapping[str, Any], where: str) -> None:
     """Raise if a value does not fit the type that the constructor of `kind` says for it; unknown names pass."""
-    hints: dict[str, Any] = {}
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-    else:  # settings may pass through `**settings` to a base class
-        for base in reversed(kind.__mro__[:-1]):
-            hints |= typing.get_type_hints(vars(base).get("__init__", object))
+    hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+    for base in () if dataclasses.is_dataclass(kind) else reversed(kind.__mro__[:-1]):
+        hints |= typing.get_type_hints(vars(base).get("__init__", object))  # `**settings` may pass through to a base
     typed = {name: value for name, value in settings.items() if name in hints}
     schema.parse(dataclasses.make_dataclass("Settings", [(name, hints[name]) for name in typed]), typed, where)
 

@@ -1,14 +1,7 @@
 """What a task is: timm's `TrainingTask` with its data, its validation and what it exports.
 
-classify, segment and detect are subclasses; `loop.run` trains any of them:
-
-    class Detection(Task):
-        def __init__(self, ..., options, world, folder):
-            super().__init__(DenseStep(detector), options, world, folder)
-            self.train_loader = self.loader(train_set, None, options.dataset.batch_size, train=True)
-            self.batches_per_epoch = len(self.train_loader)
-        def train_batches(self, epoch, start): ...
-        def validate(self, module): ...
+Classification, segmentation and detection are subclasses, and `loop.run` trains any of them. A subclass sets
+`batches_per_epoch`, and has at least `backbone`, `train_batches` and `validate`.
 """
 
 from __future__ import annotations

@@ -114,8 +114,10 @@ def _match(label_files: list[str], images: Path | None) -> dict[str, str]:
     there, claims = set(label_files), Counter(paths.values())
     if not there & claims.keys():
         example = next((f"{key} would need {file}" for key, file in paths.items()), "it has no images")
-        found = f"for example, {example}; the label files look like {label_files[0]}"
-        raise StoreError(f"no image of {images} has a label file ({found}). Give the folders above the class folders.")
+        what = f"for example, {example}; the label files look like {label_files[0]}"
+        raise StoreError(
+            f"no image of {images} has a label file ({what}). Give the folders that hold the class folders."
+        )
     found = {}
     for key, file in paths.items():
         name = file.removesuffix(".pt")

@@ -41,8 +41,7 @@ def probability(scores: NDArray[np.floating], num_classes: int, listed: int) -> 
     scores = scores.astype(np.float32)
     shift = np.maximum(scores.max(axis=-1, keepdims=True), 0)
     powers = np.exp(scores - shift)
-    rest = (num_classes - listed) * np.exp(-shift)
-    return powers / (powers.sum(axis=-1, keepdims=True) + rest)
+    return powers / (powers.sum(axis=-1, keepdims=True) + (num_classes - listed) * np.exp(-shift))
 
 
 def summarize(score_map: ScoreMap, num_classes: int) -> MapSummary:

@@ -87,9 +87,8 @@ class Description:
         allowed = constructor_arguments(info.architecture)
         for name, value in info.arguments.items():
             if name not in allowed or any(number > _LARGEST for number in integers(value)):
-                raise schema.SchemaError(
-                    f"{where}: its description has the argument {name}={value!r}, which no {info.architecture} takes."
-                )
+                what = f"{where}: its description has the argument {name}={value!r}"
+                raise schema.SchemaError(f"{what}, which no {info.architecture} takes.")
         return info
 
 
@@ -126,9 +125,8 @@ def timm_config(backbone: nn.Module, info: Description) -> dict[str, Any]:
 def check_architecture(name: str, where: str = "") -> None:
     """Refuse what is not the name of a model that timm has registered, with or without a tag of weights."""
     if ":" in name or "/" in name or not timm.is_model(name.split(".")[0]):
-        raise EverytokenError(
-            f"{where}{': ' if where else ''}timm has no model {name!r}.{did_you_mean(name, timm.list_models())}"
-        )
+        place, hint = f"{where}: " if where else "", did_you_mean(name, timm.list_models())
+        raise EverytokenError(f"{place}timm has no model {name!r}.{hint}")
 
 
 @cache

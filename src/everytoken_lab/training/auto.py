@@ -70,7 +70,6 @@ from everytoken_lab.training.tuning import (
     Job,
     Story,
     free_memory,
-    judges_of,
     keep,
     save_answers,
     settings,
@@ -89,13 +88,7 @@ _SIMILAR = 0.9  # cosine of the features of two photos that may be the same
 _TOKENS = {"token_labeling": {"beta": 0.5, "class_target": "truth"}}
 
 
-def train_photos(
-    options: TrainOptions,
-    asked: Set[str] = frozenset(),
-    auto: AutoOptions | None = None,
-    trust_code: bool = False,
-    inputs: Inputs | None = None,
-) -> Run:
+def train_photos(options: TrainOptions, asked: Set[str], auto: AutoOptions, trust_code: bool, inputs: Inputs) -> Run:
     """The best classifier that this machine can make of these photos in the given time.
 
     Args:
@@ -104,7 +97,7 @@ def train_photos(
         auto: the budget.
         trust_code: whether a recipe.yaml that was edited may name objectives by import paths.
     """
-    auto, started, inputs = auto or AutoOptions(), time.monotonic(), inputs or Inputs()
+    started = time.monotonic()
     train, val = _open(options, inputs)
     images = keys_hash(train) + (keys_hash(val) if val is not None else "")
     output, previous = _folder(options, images)
@@ -137,7 +130,7 @@ def train_photos(
         story.write(folder)
         folder.log(story.result["text"])
         if tuning is not None and story.result["kept"] == "fine-tuned":
-            photos = judges_of(tuning, inputs, val is None)
+            photos = inputs.undivided(tuning) if val is None else inputs.splits(tuning)[1]
         with folder.surviving("report.html"):
             read_run(output).report(output / "report.html", data=network_address(options.data), images=photos)
     return read_run(output)

@@ -61,13 +61,10 @@ class ClassifierSetup:
 
 def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> ClassifierSetup:
     """Everything but the loop. Contradictions are found before any image is read."""
-    inputs = inputs or Inputs()
-    notes = check_options(options)
+    inputs, notes = inputs or Inputs(), check_options(options)
     store = Maps(options.maps) if options.maps else None
     train_set, val_set, more = inputs.splits(options)
-    notes += more
-    if store is not None:
-        notes += check_held_out(store, train_set, val_set)
+    notes += [*more, *([] if store is None else check_held_out(store, train_set, val_set))]
     class_names = tuple(train_set.class_names)
     settings, more = _resolve_class_targets(options, store, train_set)
     notes += more
@@ -83,8 +80,7 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
         check_multi_label(options, objectives)
     token_names: tuple[str, ...] = ()
     if any("token_logits" in required_by(objective) for objective in objectives.values()):
-        meta = None if store is None else store.meta
-        token_names = class_names if meta is None else tuple(map(meta.class_name, range(meta.num_classes)))
+        token_names = class_names if store is None else tuple(map(store.meta.class_name, range(store.num_classes)))
         model.add_token_head(len(token_names))
     notes += [] if weights is None else _start_heads(model, weights, class_names, token_names)
     notes += check_objectives(options, objectives)
@@ -260,12 +256,9 @@ def check_held_out(store: Maps, train_set: DataSet, val_set: DataSet) -> list[st
     # a class of few images may hold out one beyond the fraction, see `split_off`
     if not draws or (held_out is not None and beyond <= val_set.num_classes):
         return []
-    part = f"{beyond:,} of the {len(val_set):,} validation images"
+    what = f"the annotator of {store.path} was fitted on {beyond:,} of the {len(val_set):,} validation images"
     way = f"Annotate again with val_split {max(draws):.2f} or more" if held_out else "Annotate again"
-    return [
-        f"the annotator of {store.path} was fitted on {part}, so their labels are in the maps and validation looks "
-        f"better than it is. {way}, or validate on images that it has not seen"
-    ]
+    return [f"{what}, so validation looks better than it is. {way}, or validate on images that it has not seen"]
 
 
 def _resolve_class_targets(
@@ -273,22 +266,20 @@ def _resolve_class_targets(
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """With maps of other classes, the class token learns the data's own labels; say so."""
     settings = {name: dict(fields) for name, fields in options.objectives.items()}
-    notes: list[str] = []
     if store is None or list(store.meta.class_names) == list(train_set.class_names):
-        return settings, notes
+        return settings, []
     if "relabel" in settings and "class_map" not in settings["relabel"]:
         raise EverytokenError(
             f"the maps have {store.meta.num_classes} classes, not the {train_set.num_classes} of {options.data}, and "
             "relabel teaches the class token theirs. Use token_labeling, or say which classes correspond (class_map)."
         )
-    if "token_labeling" in settings and "class_map" not in settings["token_labeling"]:
-        # whatever the recipe says: the maps cannot label whole images
-        settings["token_labeling"]["class_target"] = "truth"
-        theirs = f"{store.meta.num_classes} classes (such as {store.meta.class_name(0)!r})"
-        ours = f"{train_set.num_classes} (such as {train_set.class_names[0]!r})"
-        learnt = "tokens learn the maps' classes, the class token the data's labels"
-        notes.append(f"the maps have {theirs}, the data {ours}: {learnt}")
-    return settings, notes
+    if "token_labeling" not in settings or "class_map" in settings["token_labeling"]:
+        return settings, []
+    settings["token_labeling"]["class_target"] = "truth"  # whatever the recipe says: the maps cannot label whole images
+    theirs = f"{store.meta.num_classes} classes (such as {store.meta.class_name(0)!r})"
+    ours = f"{train_set.num_classes} (such as {train_set.class_names[0]!r})"
+    learnt = "tokens learn the maps' classes, the class token the data's labels"
+    return settings, [f"the maps have {theirs}, the data {ours}: {learnt}"]
 
 
 def _start_heads(
@@ -321,11 +312,9 @@ def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, 
     """The timm model, with fresh weights, and the arguments it was made with."""
     chosen = options.model
     arguments: dict[str, Any] = {"num_classes": num_classes, "img_size": chosen.img_size, **chosen.model_kwargs}
-    extra: dict[str, Any] = {}
+    extra = {"drop_rate": chosen.drop} if chosen.drop else {}
     if chosen.drop_path or "drop_path_rate" in constructor_arguments(chosen.model):
         extra["drop_path_rate"] = chosen.drop_path  # also 0: Swin has stochastic depth of its own unless told not to
-    if chosen.drop:
-        extra["drop_rate"] = chosen.drop
     with building(f"{chosen.model} with {arguments}"):
         backbone, arguments = create_sized(chosen.model, arguments, **extra)
     if chosen.grad_checkpointing:
@@ -337,15 +326,14 @@ def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, 
 
 def open_teacher(options: TrainOptions, config: dict[str, Any]) -> tuple[FrozenTeacher | None, ClassList]:
     """The teacher, if there is one, and its classes."""
-    name, own_norm = options.model.teacher, (config["mean"], config["std"])
-    if not name:
+    if not options.model.teacher:
         return None, ClassList(0)
-    loaded = open_model(source_of(name))
+    loaded = open_model(source_of(options.model.teacher))
     about, model = loaded.info, loaded.model
     if about.token_class_names != about.class_names or not about.class_names:
         # its token head has other classes, or is not known to be trained
         model = with_own_head(model.backbone, about if about.class_names else None)
-    return FrozenTeacher(model, own_norm, (about.mean, about.std)), loaded.classes
+    return FrozenTeacher(model, (config["mean"], config["std"]), (about.mean, about.std)), loaded.classes
 
 
 def match_teacher(
@@ -356,6 +344,5 @@ def match_teacher(
     columns = match_classes(classes, class_names, f"{options.data}, for the teacher {name}").labels.tolist()
     if columns != list(range(classes.count)):
         teacher.columns = torch.tensor(columns)
-    if len(columns) == classes.count:
-        return []
-    return [f"{len(columns)} of the {classes.count} classes of the teacher {name} are those of the data, by name"]
+    note = f"{len(columns)} of the {classes.count} classes of the teacher {name} are those of the data, by name"
+    return [note] if len(columns) < classes.count else []

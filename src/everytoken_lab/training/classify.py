@@ -80,14 +80,13 @@ class Classification(Task):
 
     def picture(self, batch: Batch) -> Image.Image | None:
         """The batch as it is mixed, with what its tokens are to learn."""
-        step, view, store = self.setup.step, self.setup.eval_view, self.setup.store
+        setup, view = self.setup, self.setup.eval_view
         guided = any(issubclass(MIXERS[name], GuidedMixer) for name in self.options.mixing if name in MIXERS)
         if not guided or not self.options.run.fsdp:  # a network that is sharded answers to all processes at once only
-            batch = step.mixed(batch)
-        token_names = store.class_names if store is not None else ()
-        names = self.setup.train_set.class_names
-        objectives = [m for m in step.objectives.values() if isinstance(m, nn.Module)]
-        return batch_picture(batch, objectives, self.setup.grid, names, token_names, view.mean, view.std)
+            batch = setup.step.mixed(batch)
+        token_names = setup.store.class_names if setup.store is not None else ()
+        objectives, names = setup.step.objectives.values(), setup.train_set.class_names
+        return batch_picture(batch, objectives, setup.grid, names, token_names, view.mean, view.std)
 
     def validate(self, module: nn.Module) -> dict[str, float]:
         """Every validation image exactly once, over all processes; "score" is top-1, or mAP if multi-label."""
@@ -107,10 +106,10 @@ class Classification(Task):
             predictions.append(predictions_of(batch.indices, batch.labels, logits))
         if self.options.run.fsdp and self.world.size > 1:
             # sharded weights are gathered in every pass, so a process with fewer batches runs empty ones
-            size, device = self.options.model.img_size, self.world.device
+            empty = Batch(torch.zeros(1, 3, *self.setup.description.img_size, device=self.world.device))
             for _ in range(len(predictions), max(self.world.gather(len(predictions)))):
                 with self.autocast():
-                    module(Batch(torch.zeros(1, 3, size, size, device=device)))
+                    module(empty)
         return join_predictions([p for of_rank in self.world.gather(predictions) for p in of_rank])
 
     def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -249,7 +248,7 @@ def start(
 
 def batch_picture(
     batch: Batch,
-    objectives: Iterable[nn.Module],
+    objectives: Iterable[Any],
     grid: tuple[int, int],
     class_names: Sequence[str],
     token_names: Sequence[str] = (),
@@ -272,12 +271,10 @@ def batch_picture(
         images = apply_to_pixels(images, _as_pixels(mix.of_tokens, (images.shape[-2], images.shape[-1])))
     target, from_maps = _token_target(batch, objectives, grid, len(class_names))
     names = [shown_name(name) for name in (token_names if from_maps and token_names else class_names)]
-    colours = draw.ClassColours(names)
-    cards = []
+    colours, cards = draw.ClassColours(names), []
     for i, pixels in enumerate(pixels_of(images[:count], mean, std)):
-        photo = draw.fit_photo(Image.fromarray(pixels))
+        photo, legend = draw.fit_photo(Image.fromarray(pixels)), list[draw.Entry]()
         panels = [draw.Panel("what the network gets", photo)]
-        legend: list[draw.Entry] = []
         if target is not None:
             own = target[slice(i, i + 1)]
             classes = torch.where(own.weight > 0.5, own.top_class(), -1)[0].cpu().numpy()
@@ -299,7 +296,7 @@ def _as_pixels(mix: Mix, size: tuple[int, int]) -> Mix:
 
 
 def _token_target(
-    batch: Batch, objectives: Iterable[nn.Module], grid: tuple[int, int], num_classes: int
+    batch: Batch, objectives: Iterable[Any], grid: tuple[int, int], num_classes: int
 ) -> tuple[CompactTarget | None, bool]:
     """Labels of the tokens of the mixed images (None: nothing to show), and whether they come from maps."""
     for objective in objectives:

@@ -377,14 +377,9 @@ class Judged:
     model: OpenModel
 
 
-def judges_of(options: TrainOptions, inputs: Inputs, crossed: bool) -> DataSet:
-    """The photos that judge fine-tuning."""
-    return inputs.undivided(options) if crossed else inputs.splits(options)[1]
-
-
 def judge(output: Path, options: TrainOptions, inputs: Inputs, crossed: bool) -> Judged:
     """Validation photos by the fine-tuned model; without them, each half of the photos by the model of the other."""
-    judges = judges_of(options, inputs, crossed)
+    judges = inputs.undivided(options) if crossed else inputs.splits(options)[1]
     parts, skipped = list[tuple[torch.Tensor, ...]](), dict[str, str]()
     for which, part in trainings(inputs, crossed):
         own = training(options, output, which)
