@@ -13,9 +13,8 @@ from everytoken_lab.cli.train import Train
 from everytoken_lab.engine.options import TrainOptions
 from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.schema import SchemaError
-from everytoken_lab.training.build import check_held_out
+from everytoken_lab.training.build import Inputs, check_held_out
 from everytoken_lab.training.classify import train
-from everytoken_lab.training.inputs import Inputs
 
 TINY = {"model": "vit_tiny_patch16_224", "img_size": 32, "batch_size": 8, "workers": 0, "device": "cpu"}
 TINY |= {"warmup_epochs": 0, "epochs": 1, "threads": 1}

@@ -23,8 +23,7 @@ from everytoken_lab.engine.options import (
     recipe_names,
 )
 from everytoken_lab.schema import SchemaError
-from everytoken_lab.training.build import check_objectives, check_options
-from everytoken_lab.training.inputs import FINETUNE, complete
+from everytoken_lab.training.build import FINETUNE, check_objectives, check_options, complete
 
 CLASSIFIERS = [n for n in recipe_names() if not n.startswith(("segment_", "detect_"))]  # others: tests/transfer
 

@@ -32,10 +32,10 @@ from everytoken_lab.models import open as open_module
 from everytoken_lab.models.open import open_model
 from everytoken_lab.reports.predictions import predict_run
 from everytoken_lab.training import auto as auto_module
-from everytoken_lab.training import inputs as inputs_module
+from everytoken_lab.training import build as build_module
 from everytoken_lab.training import tuning as tuning_module
+from everytoken_lab.training.build import Inputs
 from everytoken_lab.training.classify import decides_itself
-from everytoken_lab.training.inputs import Inputs
 from everytoken_lab.training.tuning import Story
 
 QUIET = {"workers": 0, "device": "cpu", "threads": 1, "batch_size": 12}
@@ -511,7 +511,7 @@ def openings(monkeypatch):
         monkeypatch.setattr(module, name, lambda *a, **k: (seen.append(what(*a)), real(*a, **k))[1])
 
     watch(datasets, "_read_tree", lambda tree, *_: f"data {tree.name}")
-    watch(inputs_module, "open_weights", lambda source, *_: f"weights {source}")
+    watch(build_module, "open_weights", lambda source, *_: f"weights {source}")
     watch(open_module, "read_weights", lambda path: f"read {path}")
     return seen
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -66,8 +65,3 @@ class AnnotateOptions:
     Default: the best of the pretrained networks that are available."""
     fit_size: Count = 0
     """fit: side of the images; 0: the backbone's own."""
-
-
-def pair(size: Sequence[int]) -> tuple[int, int] | None:
-    """Nothing, one number, or height and width -> (height, width)."""
-    return (size[0], size[-1]) if size else None

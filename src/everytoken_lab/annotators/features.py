@@ -169,7 +169,7 @@ class FrozenBackbone:
     """
 
     def __init__(
-        self, name: str, img_size: int | Size = 0, device: torch.device | str = "cpu", squash: bool = False
+        self, name: str, img_size: int | Sequence[int] = 0, device: torch.device | str = "cpu", squash: bool = False
     ) -> None:
         opened = open_model(name, img_size=img_size or None)
         backbone: Any = opened.model.backbone

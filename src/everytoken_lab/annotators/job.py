@@ -34,7 +34,7 @@ from everytoken.maps import Maps, MapWriter, StoreMeta
 from everytoken.maps.format import find_plan
 from everytoken.maps.writer import check_folder, mismatch
 from everytoken_lab import schema
-from everytoken_lab.annotators import AnnotateOptions, AnnotatorError, pair
+from everytoken_lab.annotators import AnnotateOptions, AnnotatorError
 from everytoken_lab.annotators.annotator import Annotator, build_annotator, fit_annotator
 from everytoken_lab.annotators.features import ImageBatch, ImageReader, read_batches
 from everytoken_lab.classes import ClassPlan, plan_classes
@@ -126,7 +126,7 @@ def run_job(
                 raise EverytokenError(
                     f"fit_model and fit_size can only be used with the annotator fit, not with {annotator}"
                 )
-            annotator = build_annotator(annotator, pair(options.img_size), options.weights)
+            annotator = build_annotator(annotator, options.img_size, options.weights)
         return fill_store(dataset, out, annotator, options, world, progress)
 
 

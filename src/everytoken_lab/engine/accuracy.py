@@ -169,8 +169,7 @@ class MultiLabelPredictions(_PerImage):
         """For each class: images; recall and precision at a probability of a half, average precision, in percent."""
         rows = [self._class_row(name, self.label[:, k], self.logits[:, k] > 0) for k, name in enumerate(names)]
         for k, row in enumerate(rows):
-            value = 100 * average_precision(self.logits[:, k], self.label[:, k])
-            row["AP"] = value if row["images"] else None
+            row["AP"] = 100 * average_precision(self.logits[:, k], self.label[:, k]) if row["images"] else None
         return rows
 
 
@@ -242,8 +241,8 @@ def real_sets(keys: Sequence[str], labels: Mapping[str, Sequence[int]]) -> list[
     names = [PurePosixPath(key) for key in keys]
     sets = [labels.get(name.name, labels.get(f"{name.stem}.JPEG")) for name in names]
     if all(entry is None for entry in sets):
-        found = f"found by file names such as ILSVRC2012_val_00000001.JPEG, and the first image here is {keys[0]}"
-        raise EverytokenError(f"none of the images has ReaL labels: they are {found}")
+        names = "the names of the original validation files (ILSVRC2012_val_00000001.JPEG)"
+        raise EverytokenError(f"none of the images has ReaL labels, found by {names}; the first image is {keys[0]}")
     return [entry or () for entry in sets]
 
 

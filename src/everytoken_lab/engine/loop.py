@@ -347,10 +347,8 @@ class Loop:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """SIGTERM and SIGINT ask to stop after the current update; only the main thread can be asked."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+        previous = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             yield
         finally:

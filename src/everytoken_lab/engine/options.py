@@ -427,11 +427,12 @@ def apply(options: T, values: Mapping[str, Any], where: str) -> T:
         if isinstance(value, float) and not math.isfinite(value):
             raise SchemaError(f"{where}: {key} is {value}, which is not a number to train with.")
     checked: Any = schema.parse(_flat_dataclass(type(options)), {**flat(options), **values}, where)
-    new: dict[str, Any] = {name: getattr(checked, name) for name, group in home.items() if not group}
-    for group in set(home.values()) - {""}:
-        inside = {name: getattr(checked, name) for name in home if home[name] == group}
-        new[group] = dataclasses.replace(getattr(options, group), **inside)
-    return dataclasses.replace(options, **new)
+    inside: dict[str, dict[str, Any]] = {group: {} for group in ("", *home.values())}
+    for name, group in home.items():
+        inside[group][name] = getattr(checked, name)
+    new = inside.pop("")
+    groups = {group: replace(getattr(options, group), **values) for group, values in inside.items()}
+    return replace(options, **new, **groups)
 
 
 def check_settings(kind: type, settings: Mapping[str, Any], where: str) -> None:
@@ -456,8 +457,8 @@ def flat_names(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Nested values under names such as `objectives.token_labeling.beta`."""
     out: dict[str, Any] = {}
     for key, value in values.items():
-        name, nested = f"{before}{key}", isinstance(value, Mapping) and value
-        out |= flat_names(value, f"{name}.") if nested else {name: value}
+        name = f"{before}{key}"
+        out |= flat_names(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
     return out
 
 
@@ -484,8 +485,7 @@ def overrides(assignments: Iterable[str], base: Mapping[str, Any]) -> dict[str, 
             if not isinstance(node[name], dict):
                 raise SchemaError(f"{text}: {name} is {node[name]!r} and has no inner names")
             node = node[name]
+        node[rest[-1]] = value
         if value is None:
-            node.pop(rest[-1], None)
-        else:
-            node[rest[-1]] = value
+            del node[rest[-1]]
     return values

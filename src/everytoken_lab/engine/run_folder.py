@@ -95,8 +95,7 @@ class Run:
     @property
     def seed(self) -> int | None:
         """The run's seed, None if it is not known."""
-        value = self.config.get("seed")
-        return value if isinstance(value, int) else None
+        return value if isinstance(value := self.config.get("seed"), int) else None
 
     @property
     def planned_epochs(self) -> int:
@@ -164,8 +163,7 @@ class Run:
 
     def last(self, name: str, kind: str = "step") -> float | None:
         """The last value of a column."""
-        curve = self.curve(name, kind)
-        return curve[-1][1] if curve else None
+        return next((value for _, value in reversed(self.curve(name, kind))), None)
 
     def mean(self, name: str) -> float | None:
         """The mean of a column of the steps."""
@@ -210,10 +208,9 @@ class Run:
         """Its images, where they are now. Raises if they are at an address: no file opens a connection by its word."""
         given = str(self.config.get("data") or "")
         if network_address(given):
-            raise EverytokenError(
-                f"{self.path / 'config.yaml'} says that its images are at {given}, and no address is opened because a "
-                "file names it: name it yourself (everytoken eval RUN DATA, everytoken report RUN --data DATA)"
-            )
+            what = f"{self.path / 'config.yaml'} says that its images are at {given}"
+            way = "name it yourself (everytoken eval RUN DATA, everytoken report RUN --data DATA)"
+            raise EverytokenError(f"{what}, and no address is opened because a file names it: {way}")
         return str(self.place() or given)
 
     def names(self, given: str, option: str = "data", part: Callable[[Path], Path] = Path) -> bool | None:
@@ -292,14 +289,10 @@ class RunFolder:
     """Writes the files of one run; on all ranks but the first it is not `writable`, and writes nothing."""
 
     def __init__(self, path: str | Path, writable: bool = True) -> None:
-        self.path = Path(path)
-        self.writable = writable
+        self.path, self.writable = Path(path), writable
+        self.checkpoints = self.path / "checkpoints"
         self.trackers: list[Tracker] = []
         self._opened = False
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     def open(self) -> Lock:
         """Make the folder and take the right to write to it, which ends with this process."""
@@ -462,10 +455,8 @@ class HeldOut:
             only = f"only the {images:,} images that it held out ({self.fraction:.0%}) are used here"
             return f"{self.trained} was trained on {data}: {only if self.fraction else 'these are its training images'}"
         if self.unknown and not split_folder([Path(data).stem], "val"):
-            return (
-                f"all {images:,} images of {data} are used; it is not known what {self.unknown} was trained on, so its "
-                "training images may be among them"
-            )
+            doubt = f"it is not known what {self.unknown} was trained on, so its training images may be among them"
+            return f"all {images:,} images of {data} are used; {doubt}"
         return ""
 
 
@@ -481,8 +472,7 @@ def held_out(
         same: whether a run was trained on it; None if that cannot be known. Default: whether the paths are the same.
         fraction: of it that such a run held out; 0 if it had validation images of its own.
     """
-    fractions: dict[str, float] = {}
-    unknown = ""
+    fractions, unknown = dict[str, float](), ""
     for source in sources:
         if source.startswith(PUBLISHED):
             continue
@@ -522,10 +512,10 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
         dataset = open_dataset(data, "val", val_split=held.fraction)
         return dataset, held.note(data, len(dataset))
     if train := find_split(data, "train"):
-        raise EverytokenError(
-            f"{data} has no validation images, only {train.name}. Give the run folder of a model that held some of "
-            "them out, other images, or split='train' for all of them"
+        way = (
+            "Give the run folder of a model that held some of them out, other images, or split='train' for all of them"
         )
+        raise EverytokenError(f"{data} has no validation images, only {train.name}. {way}")
     dataset = open_dataset(data, "all")
     return dataset, held.note(data, len(dataset)) if held.trained or doubt else ""
 

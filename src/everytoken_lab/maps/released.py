@@ -118,12 +118,12 @@ def _match(label_files: list[str], images: Path | None) -> dict[str, str]:
         raise StoreError(
             f"no image of {images} has a label file ({what}). Give the folders that hold the class folders."
         )
-    found = {}
+    found = dict(paths)
     for key, file in paths.items():
-        name = file.removesuffix(".pt")
-        found[key] = file if claims[file] == 1 else f"shares its label file {name} with others"
         if file not in there:
-            found[key] = f"there is no label file {name}"
+            found[key] = f"there is no label file {file.removesuffix('.pt')}"
+        elif claims[file] > 1:
+            found[key] = f"shares its label file {file.removesuffix('.pt')} with others"
     return found
 
 

@@ -60,8 +60,8 @@ from everytoken_lab.engine.run_folder import CROSS_VALIDATED, Run, RunFolder, re
 from everytoken_lab.machine import cores, free_disk
 from everytoken_lab.models.description import timm_config
 from everytoken_lab.models.open import fetch_modern
+from everytoken_lab.training.build import Inputs, complete, excluded, has_validation
 from everytoken_lab.training.classify import train_with
-from everytoken_lab.training.inputs import Inputs, complete, excluded, has_validation
 from everytoken_lab.training.tuning import (
     BATCH,
     MOST_EPOCHS,

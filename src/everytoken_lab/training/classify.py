@@ -34,8 +34,7 @@ from everytoken_lab.engine.run_folder import Run, RunFolder
 from everytoken_lab.engine.task import IMAGES, Task, pixels_of, watched
 from everytoken_lab.models.description import timm_config
 from everytoken_lab.models.open import below
-from everytoken_lab.training.build import ClassifierSetup, build
-from everytoken_lab.training.inputs import Inputs, complete, default_output
+from everytoken_lab.training.build import ClassifierSetup, Inputs, build, complete, default_output
 
 
 class Classification(Task):

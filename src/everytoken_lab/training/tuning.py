@@ -44,9 +44,8 @@ from everytoken_lab.machine import cores, free_disk, memory
 from everytoken_lab.models.description import describe
 from everytoken_lab.models.open import OpenModel, open_model
 from everytoken_lab.reports.predictions import CACHE, stamp
-from everytoken_lab.training.build import build, freeze_first, layer_groups, log_priors
+from everytoken_lab.training.build import Inputs, build, freeze_first, layer_groups, log_priors
 from everytoken_lab.training.classify import Classification, train_with
-from everytoken_lab.training.inputs import Inputs
 
 logger = logging.getLogger(__name__)
 STATE = "auto.json"
