@@ -227,7 +227,7 @@ def test_a_store_is_not_continued_by_other_weights(data, weights, tmp_path):
 def test_kills_at_any_moment_end_in_the_same_store(photos_of, tmp_path, content):
     photos = photos_of(per_class=16)
     script = Path(__file__).with_name("kill_job.py")
-    words = [str(script), str(photos), str(tmp_path / "killed"), str(tmp_path / "calm"), "10", "1"]
+    words = [str(script), str(photos), str(tmp_path / "killed"), str(tmp_path / "calm"), "6", "1"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 1

@@ -32,6 +32,14 @@ def save(root, name: str, value: object) -> None:
     torch.save(value, path)
 
 
+def draw(path, size, orientation: int = 1) -> None:
+    """A black image, which lies on its side if its EXIF orientation says so."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size).save(path, "JPEG" if path.suffix == ".jfif" else None, exif=exif)
+
+
 def planes(score_map):
     """The content of a released file."""
     return torch.from_numpy(np.stack([score_map.scores, score_map.classes.astype(np.float16)])).permute(0, 3, 1, 2)
@@ -67,11 +75,8 @@ def test_rows_columns_and_order_are_kept(tmp_path):
 
 def test_keys_are_image_paths_when_images_are_given_and_sizes_are_upright(tmp_path):
     for name, size in (("x/n01/a.b.JPEG", (60, 30)), ("x/n02/c.png", (20, 40)), ("x/n02/new.png", (9, 9))):
-        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", size).save(tmp_path / "images" / name)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # lies on its side
-    Image.new("RGB", (50, 100)).save(tmp_path / "images/x/n01/turned.jpg", exif=exif)
+        draw(tmp_path / "images" / name, size)
+    draw(tmp_path / "images/x/n01/turned.jpg", (50, 100), orientation=6)
     for i, name in enumerate(("n01/a.pt", "n02/c.pt", "n01/turned.pt", "n02/orphan.pt")):
         save(tmp_path / "pt", name, released_map(i, (18, 18)))
     store, notes = import_released(tmp_path / "pt", tmp_path / "s", tmp_path / "images")
@@ -111,10 +116,8 @@ def test_an_import_takes_every_image_of_a_data_set_and_survives_a_bomb_and_a_cir
     for name in ("a", "b", "bomb"):
         save(tmp_path / "pt", f"n/{name}.pt", released_map(1))
     folder = tmp_path / "images/n"
-    folder.mkdir(parents=True)
-    Image.new("RGB", (30, 20)).save(folder / "a.jfif", "JPEG")
-    Image.new("RGB", (30, 20)).save(folder / "b.png")
-    Image.new("RGB", (200, 100)).save(folder / "bomb.png")
+    for name, size in (("a.jfif", (30, 20)), ("b.png", (30, 20)), ("bomb.png", (200, 100))):
+        draw(folder / name, size)
     (folder / "again").symlink_to(folder, target_is_directory=True)
     monkeypatch.setenv("EVERYTOKEN_MAX_PIXELS", "1000")
     store, _ = import_released(tmp_path / "pt", tmp_path / "s", tmp_path / "images")
@@ -125,13 +128,9 @@ def test_an_import_takes_every_image_of_a_data_set_and_survives_a_bomb_and_a_cir
 
 
 def test_a_turned_image_cannot_have_an_oblong_map(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    (tmp_path / "images/a").mkdir(parents=True)
-    for name in ("flat", "turned"):
+    for name, orientation in (("flat", 1), ("turned", 6)):
         save(tmp_path / "pt", f"a/{name}.pt", released_map(1, (3, 4)))
-        image = Image.new("RGB", (40, 30))
-        image.save(tmp_path / f"images/a/{name}.png", **({"exif": exif} if name == "turned" else {}))
+        draw(tmp_path / f"images/a/{name}.png", (40, 30), orientation)
     store, _ = import_released(tmp_path / "pt", tmp_path / "s", tmp_path / "images", resize_mode="squash")
     assert len(store) == 1
     assert "lies on its side" in store.skipped["a/turned.png"]
@@ -139,8 +138,7 @@ def test_a_turned_image_cannot_have_an_oblong_map(tmp_path):
 
 def test_two_images_that_claim_one_label_file_are_reported_and_get_none(tmp_path):
     for name in ("a/cat.1.jpg", "a/cat.2.jpg", "a/dog.jpg"):
-        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / "images" / name)
+        draw(tmp_path / "images" / name, (8, 8))
     for name in ("a/cat.pt", "a/dog.pt"):
         save(tmp_path / "pt", name, released_map(1))
     store, notes = import_released(tmp_path / "pt", tmp_path / "s", tmp_path / "images")
@@ -256,8 +254,7 @@ def test_an_import_that_cannot_work_says_why(tmp_path):
     save(tmp_path / "pt", "a/x.pt", released_map(0, (18, 18)))
     with pytest.raises(StoreError, match="images"):
         import_released(tmp_path / "pt", tmp_path / "s")
-    (tmp_path / "images/b").mkdir(parents=True)
-    Image.new("RGB", (8, 8)).save(tmp_path / "images/b/z.jpg")
+    draw(tmp_path / "images/b/z.jpg", (8, 8))
     with pytest.raises(StoreError, match=r"b/z\.jpg would need b/z\.pt; the label files look like a/x\.pt"):
         import_released(tmp_path / "pt", tmp_path / "s", tmp_path / "images")
     assert not (tmp_path / "s").exists()
@@ -266,8 +263,7 @@ def test_an_import_that_cannot_work_says_why(tmp_path):
 def test_class_names_come_from_the_class_folders_if_their_number_fits(tmp_path):
     for name in ("b", "a"):
         save(tmp_path / "pt", f"{name}/x.pt", released_map(0, top_k=2, num_classes=2))
-        (tmp_path / f"images/{name}").mkdir(parents=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / f"images/{name}/x.jpg")
+        draw(tmp_path / f"images/{name}/x.jpg", (8, 8))
     import_released(tmp_path / "pt", tmp_path / "s", tmp_path / "images", num_classes=2)
     assert Maps(tmp_path / "s").meta.class_names == ["a", "b"]
 

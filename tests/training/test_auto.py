@@ -170,15 +170,8 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
     listed.write_text("class-0/photo.0.png\tblurred\n")
     shutil.copytree(folder / "train", tmp_path / "photos")
     shutil.copyfile(tmp_path / "photos/class-1/photo.0.png", tmp_path / "photos/class-1/again.png")
-    run = train(
-        tmp_path / "photos",
-        weights=weights,
-        out=str(tmp_path / "run"),
-        epochs=1,
-        minutes=5,
-        exclude=str(listed),
-        **QUIET,
-    )
+    more = {"epochs": 1, "minutes": 5, "exclude": str(listed), **QUIET}
+    run = train(tmp_path / "photos", weights=weights, out=str(tmp_path / "run"), **more)
     tuning = auto_module.read_tuning(run.path, TrainOptions())
     halves = [part.splits(tuning)[0] for part in (Inputs().only("train"), Inputs().only("held out"))]
     whole = Inputs().undivided(tuning)
@@ -294,9 +287,14 @@ def test_decisions_are_a_recipe_that_can_be_edited_and_run_again(result, folder,
     assert [row["epoch"] for row in again.history] == [1]
 
 
-def test_the_average_follows_the_number_of_updates(folder, weights, tmp_path, monkeypatch):
+@pytest.fixture
+def planned(monkeypatch):
+    """Nothing is fine-tuned: a run ends when it is decided how."""
     monkeypatch.setattr(auto_module, "train_with", lambda *_, **__: None)
     monkeypatch.setattr(auto_module, "keep", lambda *_: {"text": "stopped here", "kept": "linear"})
+
+
+def test_the_average_follows_the_number_of_updates(folder, weights, tmp_path, planned):
     for epochs, decay in ((2, 0.95), (200, round(1 - 5 / 600, 4))):  # of three updates
         out = tmp_path / f"run{epochs}"
         train(folder, weights=weights, out=str(out), epochs=epochs, minutes=5, **QUIET)
@@ -352,16 +350,13 @@ def test_new_photos_and_a_new_class_go_on_from_the_last_run(result, folder, weig
 
 
 @pytest.mark.parametrize("divided", [True, False])
-def test_the_budget_becomes_updates_once(folder, weights, tmp_path, monkeypatch, divided):
+def test_the_budget_becomes_updates_once(folder, weights, tmp_path, monkeypatch, planned, divided):
     monkeypatch.setattr(tuning_module, "step_seconds", lambda *_: (4.0, 0.0))
-    monkeypatch.setattr(auto_module, "train_with", lambda *_, **__: None)
-    monkeypatch.setattr(auto_module, "keep", lambda *_: {"text": "stopped here", "kept": "linear"})
     data = folder if divided else folder / "train"
     train(data, weights=weights, out=str(tmp_path / "run"), minutes=10, maps="none", **QUIET)
     values = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
-    assert values["iters"] == pytest.approx(
-        100 if divided else 42, abs=3
-    )  # of 4.4 s each; three trainings without val/
+    wanted = 100 if divided else 42  # of 4.4 s each; three trainings without val/
+    assert values["iters"] == pytest.approx(wanted, abs=3)
     assert "maps" not in values
     assert values["warmup_iters"] == values["iters"] // 10
 

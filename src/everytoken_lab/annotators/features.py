@@ -416,8 +416,7 @@ def choose_backbone(
     training: dict[tuple[str, int], float] = {}
 
     def probe(candidate: Candidate, backbone: FrozenBackbone, rate: float) -> None:
-        features = compute_features(subset, backbone, cache, digests=some, workers=workers)
-        fit = fit_features(features, subset, seed=seed)
+        fit = fit_features(compute_features(subset, backbone, cache, digests=some, workers=workers), subset, seed=seed)
         size = (candidate.name, candidate.img_size)  # whether photos are squashed does not change the time
         if size not in training:
             times = 1.5 if backbone.model.family.layout == "nchw" else 3  # of the former, half is frozen

@@ -96,8 +96,7 @@ def annotate(
     """
     if isinstance(options.get("img_size"), int):  # a square, as in `lab.train`
         options["img_size"] = (options["img_size"],)
-    settings = schema.from_keywords(AnnotateOptions, options, "annotate()")
-    run_job(data, Path(out), annotator, settings, progress)
+    run_job(data, Path(out), annotator, schema.from_keywords(AnnotateOptions, options, "annotate()"), progress)
     return Maps(out)
 
 

@@ -270,9 +270,9 @@ class Loop:
             self.folder.log(f"update {step} was left out: the loss or its gradient is not finite ({values})")
             self.folder.append("bad-updates.jsonl", {"step": step, "terms": str(values), "images": keys})
             if self.bad_in_row >= self.options.run.bad_loss_limit:
-                where = f"their images are listed in {self.folder.path / 'bad-updates.jsonl'}"
-                what = f"{self.bad_in_row} updates in a row had a loss that is not finite; {where}"
-                raise EverytokenError(f"{what}. Try a lower lr, clip_grad 1 or no amp.")
+                what = f"{self.bad_in_row} updates in a row had a loss that is not finite"
+                listed = f"their images are listed in {self.folder.path / 'bad-updates.jsonl'}"
+                raise EverytokenError(f"{what}; {listed}. Try a lower lr, clip_grad 1 or no amp.")
 
     def _validate_and_save(self) -> None:
         """Validate, remember the best, checkpoint."""
@@ -368,8 +368,7 @@ class Loop:
             if self.world.any(bool(self.signal)):
                 self.save()
                 self._stop()
-            late = time.monotonic() - self.saved > run.checkpoint_minutes * 60
-            due |= self.world.any(self.world.is_main and late)
+            due |= self.world.any(self.world.is_main and time.monotonic() - self.saved > run.checkpoint_minutes * 60)
         if due:
             self.save()
 

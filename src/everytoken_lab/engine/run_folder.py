@@ -512,9 +512,7 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
         dataset = open_dataset(data, "val", val_split=held.fraction)
         return dataset, held.note(data, len(dataset))
     if train := find_split(data, "train"):
-        way = (
-            "Give the run folder of a model that held some of them out, other images, or split='train' for all of them"
-        )
+        way = "Give the run folder of a model that held some out, other images, or split='train' for all of them"
         raise EverytokenError(f"{data} has no validation images, only {train.name}. {way}")
     dataset = open_dataset(data, "all")
     return dataset, held.note(data, len(dataset)) if held.trained or doubt else ""

@@ -112,8 +112,7 @@ def train_photos(options: TrainOptions, asked: Set[str], auto: AutoOptions, trus
             folder.log(f"{output} is finished. {story.result['text']}")
             return read_run(output)
         if story.updates is None:
-            seconds = 60 * (auto.minutes or MINUTES)
-            job = Job(options, asked, inputs, train, val, output, story, seconds, started)
+            job = Job(options, asked, inputs, train, val, output, story, 60 * (auto.minutes or MINUTES), started)
             _look(job)
             choice, groups = _choose(job, previous, auto.offline)
             _fit(job, choice)
@@ -303,8 +302,7 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     keep = np.array([i for i in range(len(job.train)) if job.train.key(i) not in left_out])
     folds = {"": (keep, held.readable)}  # rows of the photos to train on, and of those that judge
     if crossed:
-        halves = apply(options, {"val_split": 0.5}, "halves")
-        names = set(job.inputs.splits(halves)[0].keys())
+        names = set(job.inputs.splits(apply(options, {"val_split": 0.5}, "halves"))[0].keys())
         judges, held = job.train.subset(keep), choice.features.rows(keep)
         inside = np.array([key in names for key in judges.keys()])  # noqa: SIM118
         folds = {"-1": (keep[inside], np.flatnonzero(~inside)), "-2": (keep[~inside], np.flatnonzero(inside))}

@@ -157,9 +157,7 @@ class Job:
 
 def free_memory(device: torch.device) -> int:
     """Of the device, in bytes."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return memory() or 4 * 2**30
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else memory() or 4 * 2**30
 
 
 # -- how to fine-tune -------------------------------------------------------------------------------------------------
