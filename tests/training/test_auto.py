@@ -291,7 +291,7 @@ def test_decisions_are_a_recipe_that_can_be_edited_and_run_again(result, folder,
 def planned(monkeypatch):
     """Nothing is fine-tuned: a run ends when it is decided how."""
     monkeypatch.setattr(auto_module, "train_with", lambda *_, **__: None)
-    monkeypatch.setattr(auto_module, "keep", lambda *_: {"text": "stopped here", "kept": "linear"})
+    monkeypatch.setattr(tuning_module, "keep", lambda *_: {"text": "stopped here", "kept": "linear"})
 
 
 def test_the_average_follows_the_number_of_updates(folder, weights, tmp_path, planned):

@@ -241,8 +241,8 @@ def real_sets(keys: Sequence[str], labels: Mapping[str, Sequence[int]]) -> list[
     names = [PurePosixPath(key) for key in keys]
     sets = [labels.get(name.name, labels.get(f"{name.stem}.JPEG")) for name in names]
     if all(entry is None for entry in sets):
-        names = "the names of the original validation files (ILSVRC2012_val_00000001.JPEG)"
-        raise EverytokenError(f"none of the images has ReaL labels, found by {names}; the first image is {keys[0]}")
+        where = "the names of the original validation files (ILSVRC2012_val_00000001.JPEG)"
+        raise EverytokenError(f"none of the images has ReaL labels, found by {where}; the first image is {keys[0]}")
     return [entry or () for entry in sets]
 
 

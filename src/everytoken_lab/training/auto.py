@@ -60,25 +60,10 @@ from everytoken_lab.engine.run_folder import CROSS_VALIDATED, Run, RunFolder, re
 from everytoken_lab.machine import cores, free_disk
 from everytoken_lab.models.description import timm_config
 from everytoken_lab.models.open import fetch_modern
+from everytoken_lab.training import tuning
 from everytoken_lab.training.build import Inputs, complete, excluded, has_validation
 from everytoken_lab.training.classify import train_with
-from everytoken_lab.training.tuning import (
-    BATCH,
-    MOST_EPOCHS,
-    RIVAL,
-    USUAL_UPDATES,
-    Job,
-    Story,
-    free_memory,
-    keep,
-    save_answers,
-    settings,
-    training,
-    trainings,
-    tunable,
-    updates_in_time,
-    words,
-)
+from everytoken_lab.training.tuning import Job, Story
 
 METHOD = "logistic regression on frozen features"
 MINUTES = 20.0
@@ -120,16 +105,16 @@ def train_photos(options: TrainOptions, asked: Set[str], auto: AutoOptions, trus
                 story.say("No fine-tuning, as asked (--linear).")
             story.updates = 0 if auto.linear else _plan(job, choice, groups)
             story.write(folder)
-        tuning, photos = None, train if val is None else val
+        recipe, photos = None, train if val is None else val
         if story.updates:
-            tuning = complete(read_tuning(output, options, trust_code), inputs=inputs)
-            for which, part in trainings(inputs, val is None):
-                train_with(training(tuning, output, which), part, reported=False)
-        story.result = keep(output, tuning, inputs)
+            recipe = complete(read_tuning(output, options, trust_code), inputs=inputs)
+            for which, part in tuning.trainings(inputs, val is None):
+                train_with(tuning.training(recipe, output, which), part, reported=False)
+        story.result = tuning.keep(output, recipe, inputs)
         story.write(folder)
         folder.log(story.result["text"])
-        if tuning is not None and story.result["kept"] == "fine-tuned":
-            photos = inputs.undivided(tuning) if val is None else inputs.splits(tuning)[1]
+        if recipe is not None and story.result["kept"] == "fine-tuned":
+            photos = inputs.undivided(recipe) if val is None else inputs.splits(recipe)[1]
         with folder.surviving("report.html"):
             read_run(output).report(output / "report.html", data=network_address(options.data), images=photos)
     return read_run(output)
@@ -173,7 +158,7 @@ def _look(job: Job) -> None:
     judged = f"{FOLDS}-fold cross-validation" if job.val is None else f"{len(job.val):,} validation photos"
     each += " of each (multi-label)" if train.multi_label else " of each"
     job.story.say(f"Photos: {len(train):,} of {train.num_classes} classes, {each}; judged by {judged}.")
-    memory, disk = (f"{size / 2**30:.0f} GB" for size in (free_memory(job.device), free_disk(job.output)))
+    memory, disk = (f"{size / 2**30:.0f} GB" for size in (tuning.free_memory(job.device), free_disk(job.output)))
     job.story.say(f"Machine: {job.device.type}, {cores()} cores, {memory} of free memory, {disk} of free disk.")
     if job.adjustment:
         times = f"{counts.max() / max(1, counts.min()):.1f} times as many photos as the smallest"
@@ -280,8 +265,8 @@ def _fit(job: Job, choice: Choice) -> None:
     write_weights(folder / "best.safetensors", model.state_dict(), info.to_metadata())
     calibration = calibrate(logits.numpy(), data.labels[features.readable])
     nothing = {"epochs": 0, "updates": 0, "seconds": round(choice.features.seconds, 2)}
-    save_answers(writer, answers, data, skipped, calibration, nothing)
-    judged, seconds = words(answers, FOLDS if job.val is None else 0), time.monotonic() - job.started
+    tuning.save_answers(writer, answers, data, skipped, calibration, nothing)
+    judged, seconds = tuning.words(answers, FOLDS if job.val is None else 0), time.monotonic() - job.started
     job.story.say(f"First model: a linear head on {choice.backbone.name}, {judged}, after {seconds:.0f} s: {folder}")
 
 
@@ -292,7 +277,7 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     """Write recipe.yaml and what fine-tuning starts from and is compared with; its updates, 0: there is none."""
     options, output, story, crossed = job.options, job.output, job.story, job.val is None
     timed = not {"epochs", "iters"} & job.asked
-    tuned = tunable(job, choice, trainings=3 if crossed else 1) if timed else choice
+    tuned = tuning.tunable(job, choice, trainings=3 if crossed else 1) if timed else choice
     if tuned is None:
         return 0
     judges, held = job.train, choice.features
@@ -313,7 +298,7 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     starts = _starts(job, choice, tuned, keep, folds, (judges, held))
     judging = sum(len(rest) for _, rest in folds.values())
     which = next(iter(folds))
-    values = settings(job, tuned.backbone, images, judging)
+    values = tuning.settings(job, tuned.backbone, images, judging)
     values |= {"weights": str(output / f"start{which}.safetensors"), **({"val_split": 0.5} if crossed else {})}
     values |= {"logit_adjustment": job.adjustment} if job.adjustment else {}
     if left_out:
@@ -337,8 +322,8 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     updates = 1
     if timed:
         decided = apply(options, {"maps": "", **values}, "decisions")
-        most = max(USUAL_UPDATES, MOST_EPOCHS * len(keep) // BATCH)
-        updates = min(most, updates_in_time(job, decided, tuned.backbone, judging, len(starts)))
+        most = max(tuning.USUAL_UPDATES, tuning.MOST_EPOCHS * len(keep) // tuning.BATCH)
+        updates = min(most, tuning.updates_in_time(job, decided, tuned.backbone, judging, len(starts)))
         values |= {"iters": updates}
     if updates:
         _write_recipe(job, values, images)
@@ -367,7 +352,7 @@ def _starts(
     judged = np.sort(np.concatenate([rest for _, rest in folds.values()]))
     logits, labels = logits[judged], data.labels[judged]
     logits /= fit_temperature(logits.numpy(), labels)
-    predictions_of(judged, labels, logits).save(job.output / "linear" / RIVAL, note=keys_hash(data))
+    predictions_of(judged, labels, logits).save(job.output / "linear" / tuning.RIVAL, note=keys_hash(data))
     for which, head in heads.items():
         model, info = tuned.backbone.with_head(LinearHead(head.weight, head.bias - job.offset), job.train.class_names)
         info = replace(info, multi_label=job.train.multi_label)

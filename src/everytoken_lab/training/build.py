@@ -36,22 +36,14 @@ from everytoken.objectives.registry import OBJECTIVES, build_objectives, find_ob
 from everytoken.step import FrozenTeacher, TokenStep
 from everytoken_lab.classes import ClassList, match_classes
 from everytoken_lab.data import datasets
-from everytoken_lab.data.augment import EvalTransform, TrainTransform, eval_view
+from everytoken_lab.data.augment import AugmentOptions, EvalTransform, TrainTransform, eval_view
 from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, DataSet
 from everytoken_lab.data.labels import parse_labels
 from everytoken_lab.data.tree import NAMED, dataset_title, find_split
 from everytoken_lab.engine.checkpoint import checkpoints_in
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.optim import check_loop, default_scaling
-from everytoken_lab.engine.options import (
-    AugmentOptions,
-    TrainOptions,
-    apply,
-    check_settings,
-    flat,
-    overrides,
-    read_recipe,
-)
+from everytoken_lab.engine.options import TrainOptions, apply, check_settings, flat, overrides, read_recipe
 from everytoken_lab.engine.run_folder import read_run
 from everytoken_lab.models.description import (
     Description,
