@@ -132,7 +132,9 @@ def load_state(folder: Path) -> dict[str, Any]:
     """The resume state of a whole checkpoint, on the CPU."""
     path = folder / STATE
     try:
-        state: dict[str, Any] = dict(torch.load(path, map_location="cpu", weights_only=True))
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
         raise EverytokenError(f"{path} is not the state of a run and was not opened: {error}") from error
+    if not isinstance(state, dict):
+        raise EverytokenError(f"{path} is not the state of a run: it holds {type(state).__name__}")
     return state
