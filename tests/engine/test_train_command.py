@@ -240,7 +240,7 @@ def test_a_folder_of_another_run_is_named_before_anything_is_loaded(photos, tmp_
 def test_fine_tuning_has_a_folder_of_its_own_for_each_size():
     plain = TrainOptions(data="photos", model=ModelOptions(model="test_vit", img_size=64))
     assert default_output(plain) == "runs/train-test_vit-photos-seed42"
-    tuned = TrainOptions(data="photos", model=ModelOptions("test_vit", 64, weights="runs/a"))
+    tuned = TrainOptions(data="photos", model=ModelOptions("test_vit", img_size=64, weights="runs/a"))
     assert default_output(tuned) == "runs/finetune-test_vit-64px-photos-seed42"
 
 

@@ -1,4 +1,4 @@
-"""Pooled features of frozen backbones, computed once, for linear classifiers.
+"""Batches of decoded images, and pooled features of frozen backbones, computed once, for linear classifiers.
 
     backbone = FrozenBackbone("registry:efficientnet_lite0", 224)
     features = compute_features(data, backbone, cache=Path("features"))      # one view of each image, [n, D]

@@ -29,17 +29,8 @@ from torch import Tensor, nn
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
 from everytoken.keyed import StepKey, generator
-from everytoken_lab.engine import checkpoint, distributed
+from everytoken_lab.engine import checkpoint, distributed, optim
 from everytoken_lab.engine.distributed import World, distribute, join_world, kernel_settings, mean_over
-from everytoken_lab.engine.optim import (
-    RunningStatistics,
-    build_optimizer,
-    build_schedule,
-    check_loop,
-    learning_rate,
-    prepare_fused,
-    step_unless,
-)
 from everytoken_lab.engine.options import LoopOptions, flat, how_to_run
 from everytoken_lab.engine.run_folder import Run, RunFolder
 from everytoken_lab.engine.task import Task
@@ -67,7 +58,7 @@ def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output:
     Raises:
         Stopped: after SIGTERM or SIGINT; the same call continues the run.
     """
-    check_loop(options)
+    optim.check_loop(options)
     if options.run.threads:
         torch.set_num_threads(options.run.threads)
     with join_world(options.run.device) as world, kernel_settings(world.device):
@@ -91,26 +82,26 @@ class Loop:
 
     def __init__(self, task: Task, options: LoopOptions, folder: RunFolder, world: World) -> None:
         self.task, self.options, self.folder, self.world = task, options, folder, world
-        optim = options.optim
-        self.accumulate = optim.grad_accum_steps
+        how = options.optim
+        self.accumulate = how.grad_accum_steps
         self.updates_per_epoch = task.batches_per_epoch // self.accumulate
-        if self.updates_per_epoch == 0 and not optim.iters:
+        if self.updates_per_epoch == 0 and not how.iters:
             found = f"an epoch has {task.batches_per_epoch} batches"
             raise EverytokenError(f"{found}, fewer than grad_accum_steps {self.accumulate}")
         self.global_batch = options.dataset.batch_size * world.size * self.accumulate
-        self.lr = learning_rate(optim, self.global_batch)
+        self.lr = optim.learning_rate(how, self.global_batch)
         self.fsdp = options.run.fsdp and world.size > 1
-        if optim.model_ema:  # a copy, which a sharded module does not allow
+        if how.model_ema:  # a copy, which a sharded module does not allow
             kind = distributed.ShardedAverage if self.fsdp else ModelEmaV3
-            task.trainable_module_ema = kind(task.module, decay=optim.model_ema_decay, use_warmup=True)
+            task.trainable_module_ema = kind(task.module, decay=how.model_ema_decay, use_warmup=True)
             if self.fsdp:
                 task.trainable_module_ema.shard_twin(task.module, task.backbone, world)
         task.trainable_module = distribute(task.module, task.backbone, world, self.fsdp)
-        self.optimizer = build_optimizer(task.module, task.backbone, optim, self.lr)
-        self.statistics = RunningStatistics(task.module)
-        self.schedule, self.total = build_schedule(self.optimizer, optim, self.updates_per_epoch)
+        self.optimizer = optim.build_optimizer(task.module, task.backbone, how, self.lr)
+        self.statistics = optim.RunningStatistics(task.module)
+        self.schedule, self.total = optim.build_schedule(self.optimizer, how, self.updates_per_epoch)
         # an update may span two passes over the data if updates are counted; an epoch is a whole number of updates
-        self.batches_per_epoch = task.batches_per_epoch if optim.iters else self.updates_per_epoch * self.accumulate
+        self.batches_per_epoch = task.batches_per_epoch if how.iters else self.updates_per_epoch * self.accumulate
         self.epochs = round(self.total * self.accumulate / self.batches_per_epoch, 4)
         self.step = self.epoch = self.position = 0
         self.best: dict[str, Any] = {}
@@ -161,12 +152,12 @@ class Loop:
 
     def facts(self) -> dict[str, str]:
         """The plan, for the log."""
-        optim, batch = self.options.optim, self.options.dataset.batch_size
+        how, batch = self.options.optim, self.options.dataset.batch_size
         return {
             **self.task.facts(),
             "batch": f"{batch} x {self.world.size} processes x {self.accumulate} accumulated = {self.global_batch}",
             "updates": f"{self.updates_per_epoch} per epoch, {self.total:,} in all, {self.epochs:g} epochs",
-            "learning rate": f"{self.lr:.3g} ({optim.sched}, down to {min(optim.min_lr, self.lr):.3g})",
+            "learning rate": f"{self.lr:.3g} ({how.sched}, down to {min(how.min_lr, self.lr):.3g})",
             "run folder": str(self.folder.path),
         }
 
@@ -242,7 +233,7 @@ class Loop:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.optim.clip_grad, norm)
         # after the all-reduce the gradient is the same on every rank, so all ranks decide alike
         bad = ~torch.isfinite(norm)
-        step_unless(self.optimizer, bad)
+        optim.step_unless(self.optimizer, bad)
         self.statistics.restore_if(bad)
         self.optimizer.zero_grad(set_to_none=True)
         terms["grad_norm"] = norm
@@ -277,10 +268,10 @@ class Loop:
     def _validate_and_save(self) -> None:
         """Validate, remember the best, checkpoint."""
         self.read_flags()
-        run, optim = self.options.run, self.options.optim
-        epoch = round(self.place / self.total * self.epochs, 4) if optim.iters else self.epoch
+        run, how = self.options.run, self.options.optim
+        epoch = round(self.place / self.total * self.epochs, 4) if how.iters else self.epoch
         row: dict[str, Any] = {"kind": "epoch", "step": self.step, "epoch": epoch, "seconds": round(self.seconds, 2)}
-        if optim.iters or self.epoch % run.val_interval == 0 or self.place == self.total:
+        if how.iters or self.epoch % run.val_interval == 0 or self.place == self.total:
             row.update(self._validate(self.task.module))
             if self.ema is not None:
                 row.update({f"ema_{name}": value for name, value in self._validate(self.ema).items()})
@@ -442,7 +433,7 @@ class Loop:
             self._refuse(changes, str(error).strip().splitlines()[0])
         for name, values in changes.items():
             self.folder.log(f"note: continuing with another {name}: {values[0]!r} before, {values[1]!r} now")
-        prepare_fused(self.optimizer)
+        optim.prepare_fused(self.optimizer)
         self.step, self.best = state["step"], state["best"]
         self.bad_total, self.seconds = state["bad_total"], state["seconds"]
         self._restore_place(state)

@@ -61,22 +61,34 @@ HOW = "how to run: does not change what is learnt"
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class BackboneOptions:
+    """The backbone."""
+
+    model: str = ""
+    """timm model name; empty: that of the weights."""
+    weights: str = ""
+    """Start from trained weights: a run folder, a file, timm:NAME, timm (of the model), registry:efficientnet_lite0|1|2
+    or hf-hub:USER/NAME. Empty: from scratch."""
+    drop_path: Fraction = 0.1
+    """Stochastic depth, rising linearly to this rate in the last block."""
+    grad_checkpointing: bool = False
+    """Trade time for memory: recompute activations in the backward pass."""
+    model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
+    """Further arguments of the model's constructor (recipes and --set only)."""
+
+
+@dataclass(frozen=True)
+class ModelOptions(BackboneOptions):
     """The network."""
 
     model: str = ""
     """timm model name; `everytoken models` lists what is supported. Default: that of the weights, else lvvit_t."""
     img_size: NotNegative = 0
     """Side of the square input, in pixels. 0: that of the weights, else 224."""
-    weights: str = ""
-    """Start from trained weights: a run folder, a file, timm:NAME, timm (of the model), registry:efficientnet_lite0|1|2
-    or hf-hub:USER/NAME. Empty: from scratch."""
     drop: Fraction = 0.0
     """Dropout before the classifier."""
     drop_path: Fraction = 0.0
     """Stochastic depth, rising linearly to this rate in the last block."""
-    model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
-    """Further arguments of the model's constructor (recipes and --set only)."""
     token_vote: float = 0.0
     """In validation, add this much of the strongest token logit of each class to the class logits (LV-ViT: 0.5);
     `everytoken eval` and the others then do the same."""
@@ -92,8 +104,6 @@ class ModelOptions:
     logit_adjustment: float = 0.0
     """For classes of unequal size: add this much of the log of each class's prior to its logit in training, so that
     large classes are preferred less. 0: off; 1: all classes count the same."""
-    grad_checkpointing: bool = False
-    """Trade time for memory: recompute activations in the backward pass."""
     torchcompile: bool = False
     """Compile the model with torch.compile: one graph for training, one for validation (docs/scale.md)."""
     channels_last: bool = False
@@ -249,23 +259,6 @@ class TrainOptions:
 
 
 # -- segmentation and detection ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BackboneOptions:
-    """The backbone."""
-
-    model: str = ""
-    """timm model name; empty: that of the weights."""
-    weights: str = ""
-    """Start from trained weights: a run folder, a file, timm:NAME, timm (of the model), registry:efficientnet_lite0|1|2
-    or hf-hub:USER/NAME. Empty: from scratch."""
-    drop_path: Fraction = 0.1
-    """Stochastic depth, rising linearly to this rate in the last block."""
-    grad_checkpointing: bool = False
-    """Trade time for memory: recompute activations in the backward pass."""
-    model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
-    """Further arguments of the model's constructor (recipes and --set only)."""
 
 
 @dataclass(frozen=True)
