@@ -226,7 +226,7 @@ def test_a_better_fine_tuned_model_is_trained_on_all_photos_and_judged_by_its_tw
         assert main(["eval", str(run.path), "--workers", "0", "--device", "cpu"]) == 2
         assert "trained on all of its photos" in capsys.readouterr().err
     tuning = auto_module.read_tuning(run.path, TrainOptions())
-    twins = tuning_module.judge(run.path, tuning, Inputs(), crossed=not divided)
+    twins, *_ = tuning_module.judge(run.path, tuning, Inputs(), crossed=not divided)
     predicted = predict_run(read_run(run.path), "cpu")
     assert len(twins.answers) == (12 if divided else 38)
     assert predicted.predictions.correct.tolist() == twins.answers.correct.tolist()

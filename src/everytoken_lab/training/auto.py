@@ -265,7 +265,7 @@ def _fit(job: Job, choice: Choice) -> None:
     write_weights(folder / "best.safetensors", model.state_dict(), info.to_metadata())
     calibration = calibrate(logits.numpy(), data.labels[features.readable])
     nothing = {"epochs": 0, "updates": 0, "seconds": round(choice.features.seconds, 2)}
-    tuning.save_answers(writer, answers, data, skipped, calibration, nothing)
+    tuning.save_answers(writer, tuning.Judged(data, answers, calibration, skipped), nothing)
     judged, seconds = tuning.words(answers, FOLDS if job.val is None else 0), time.monotonic() - job.started
     job.story.say(f"First model: a linear head on {choice.backbone.name}, {judged}, after {seconds:.0f} s: {folder}")
 

@@ -340,8 +340,8 @@ def keep(output: Path, tuning: TrainOptions | None, inputs: Inputs) -> dict[str,
     result: dict[str, Any] = {"kept": "linear", "linear": answers.accuracy.value}
     text, verdict = "Kept: the linear head", ""
     if tuning is not None:
-        judged = judge(output, tuning, inputs, crossed)
-        gain, verdict, how = compared(saved_answers(output / "linear" / RIVAL), judged.calibrated)
+        judged, calibrated, model = judge(output, tuning, inputs, crossed)
+        gain, verdict, how = compared(saved_answers(output / "linear" / RIVAL), calibrated)
         result |= {"fine-tuned": judged.answers.accuracy.value, "gain": [gain.value, gain.low, gain.high]}
         text += f". Fine-tuning {'made it worse' if verdict == 'worse' else 'made no clear difference'}: {how}"
     if tuning is None or verdict != "better":
@@ -350,8 +350,8 @@ def keep(output: Path, tuning: TrainOptions | None, inputs: Inputs) -> dict[str,
         answers, folds = judged.answers, 2 if crossed else 0
         text = f"Kept: the fine-tuned model, which is better: {how}"
         result |= {"kept": "fine-tuned"}
-        model, own = judged.model, training(tuning, output)
         if crossed:
+            own = training(tuning, output)
             train_with(own, inputs.only("all"), reported=False)
             model = mean_model(own, inputs)
         _save_tuned(output, model, judged, crossed)
@@ -364,18 +364,21 @@ def keep(output: Path, tuning: TrainOptions | None, inputs: Inputs) -> dict[str,
 
 @dataclass(frozen=True)
 class Judged:
-    """Answers of fine-tuned models for photos that they were not trained on; the last of these models."""
+    """Answers for photos that a model was not trained on, and the photos that could not be read (key -> reason)."""
 
     photos: DataSet
     answers: AnyPredictions
-    calibrated: AnyPredictions
     calibration: Calibration
     skipped: dict[str, str]
-    model: OpenModel
 
 
-def judge(output: Path, options: TrainOptions, inputs: Inputs, crossed: bool) -> Judged:
-    """Validation photos by the fine-tuned model; without them, each half of the photos by the model of the other."""
+def judge(
+    output: Path, options: TrainOptions, inputs: Inputs, crossed: bool
+) -> tuple[Judged, AnyPredictions, OpenModel]:
+    """Validation photos by the fine-tuned model; without them, each half of the photos by the model of the other.
+
+    Also the calibrated answers, and the last of these models.
+    """
     judges = inputs.undivided(options) if crossed else inputs.splits(options)[1]
     parts, skipped = list[tuple[torch.Tensor, ...]](), dict[str, str]()
     for which, part in trainings(inputs, crossed):
@@ -395,7 +398,7 @@ def judge(output: Path, options: TrainOptions, inputs: Inputs, crossed: bool) ->
     index, truth, logits = (torch.cat(values)[order] for values in zip(*parts, strict=True))
     calibration = calibrate(logits.numpy(), truth.numpy())
     calibrated = predictions_of(index, truth, logits / calibration.temperature)
-    return Judged(judges, predictions_of(index, truth, logits), calibrated, calibration, skipped, opened)
+    return Judged(judges, predictions_of(index, truth, logits), calibration, skipped), calibrated, opened
 
 
 @torch.no_grad()
@@ -419,27 +422,20 @@ def _save_tuned(output: Path, model: OpenModel, judged: Judged, crossed: bool) -
     _copy(source, output, leave=(weights.name, "summary.json"))
     config = {**read_run(output).config, "mix": MIX, **({"validation": CROSS_VALIDATED} if crossed else {})}
     writer.write("config.yaml", schema.to_yaml(config))
-    save_answers(writer, judged.answers, judged.photos, judged.skipped, judged.calibration, read_run(source).summary)
+    save_answers(writer, judged, read_run(source).summary)
 
 
-def save_answers(
-    writer: RunFolder,
-    answers: AnyPredictions,
-    photos: DataSet,
-    skipped: Mapping[str, str],
-    calibration: Calibration,
-    summary: Mapping[str, Any],
-) -> None:
+def save_answers(writer: RunFolder, judged: Judged, summary: Mapping[str, Any]) -> None:
     """Write the numbers of a model; the summary, which says that the run is finished, comes last."""
-    run, found = writer.read(), answers.summary()
+    run, found = writer.read(), judged.answers.summary()
     weights = run.path / "best.safetensors"
-    answers.save(run.path / CACHE, stamp(weights, photos), skipped)
-    keep_calibration(run, weights, calibration)
+    judged.answers.save(run.path / CACHE, stamp(weights, judged.photos), judged.skipped)
+    keep_calibration(run, weights, judged.calibration)
     at = {"score": next(iter(found.values())), "epoch": summary["epochs"], "step": summary["updates"]}
     numbers = {f"val_{name}": round(value, 4) for name, value in found.items()}
     row = {"kind": "epoch", "seconds": summary["seconds"], **at, **numbers}
     writer.record(row)
-    writer.write("classes.json", plain_json(answers.per_class(photos.class_names)))
+    writer.write("classes.json", plain_json(judged.answers.per_class(judged.photos.class_names)))
     writer.write("summary.json", plain_json({**summary, "best": at, "last": row}))
 
 
