@@ -98,7 +98,10 @@ def test_onnxruntime_reports_nothing_and_leaves_no_device_id(watched):
 
 def test_mlflow_reports_nothing_and_leaves_no_installation_id(watched, tmp_path):
     pytest.importorskip("mlflow")
-    code = "import pathlib; from everytoken_lab.engine.track import MLflow; MLflow('birds', pathlib.Path(), {}).close()"
+    code = (
+        "import pathlib; from everytoken_lab.engine import options, track\n"
+        "track.build_trackers(options.RunOptions(mlflow='birds'), pathlib.Path(), {})[0].close()"
+    )
     store = {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/mlflow", "MLFLOW_ALLOW_FILE_STORE": "true"}
     assert watched(code, **store) == ("", [], ["trackers.json"])
 

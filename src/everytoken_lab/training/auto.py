@@ -352,7 +352,8 @@ def _starts(
     judged = np.sort(np.concatenate([rest for _, rest in folds.values()]))
     logits, labels = logits[judged], data.labels[judged]
     logits /= fit_temperature(logits.numpy(), labels)
-    predictions_of(judged, labels, logits).save(job.output / "linear" / tuning.RIVAL, note=keys_hash(data))
+    answers = predictions_of(judged, labels, logits)
+    answers.save(job.output / "linear" / tuning.RIVAL, note=keys_hash(data))
     for which, head in heads.items():
         model, info = tuned.backbone.with_head(LinearHead(head.weight, head.bias - job.offset), job.train.class_names)
         info = replace(info, multi_label=job.train.multi_label)

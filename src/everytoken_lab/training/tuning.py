@@ -427,15 +427,15 @@ def _save_tuned(output: Path, model: OpenModel, judged: Judged, crossed: bool) -
 
 def save_answers(writer: RunFolder, judged: Judged, summary: Mapping[str, Any]) -> None:
     """Write the numbers of a model; the summary, which says that the run is finished, comes last."""
-    run, found = writer.read(), judged.answers.summary()
-    weights = run.path / "best.safetensors"
-    judged.answers.save(run.path / CACHE, stamp(weights, judged.photos), judged.skipped)
+    run, answers = writer.read(), judged.answers
+    weights, found = run.path / "best.safetensors", answers.summary()
+    answers.save(run.path / CACHE, stamp(weights, judged.photos), judged.skipped)
     keep_calibration(run, weights, judged.calibration)
     at = {"score": next(iter(found.values())), "epoch": summary["epochs"], "step": summary["updates"]}
     numbers = {f"val_{name}": round(value, 4) for name, value in found.items()}
     row = {"kind": "epoch", "seconds": summary["seconds"], **at, **numbers}
     writer.record(row)
-    writer.write("classes.json", plain_json(judged.answers.per_class(judged.photos.class_names)))
+    writer.write("classes.json", plain_json(answers.per_class(judged.photos.class_names)))
     writer.write("summary.json", plain_json({**summary, "best": at, "last": row}))
 
 
