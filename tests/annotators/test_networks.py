@@ -133,7 +133,7 @@ def test_self_without_a_token_head_points_to_the_class_head(tmp_path):
     run = save_run(tmp_path / "run", ())
     with pytest.raises(AnnotatorError, match="timm:test_vit with these weights"):
         build_annotator(f"self:{run}")
-    annotator = build_annotator("timm:test_vit", None, str(run))
+    annotator = build_annotator("timm:test_vit", (), str(run))
     assert annotator.classes.names == ("a", "b")  # weights written here know their classes
     with pytest.raises(EverytokenError, match="not a test_resnet"):
         build_annotator("timm:test_resnet", (), str(run))
