@@ -339,7 +339,8 @@ LoopOptions = TrainOptions | DenseOptions
 
 def how_to_run(kind: Any = TrainOptions) -> set[str]:
     """Names of the options that do not change what is learnt."""
-    return {name for name, hint in _flat_form(kind)[0].items() if HOW in getattr(hint, "__metadata__", ())}
+    hints = _flat_form(kind)[0].__annotations__
+    return {name for name, hint in hints.items() if HOW in getattr(hint, "__metadata__", ())}
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------
@@ -389,8 +390,8 @@ def header(name: str) -> str:
 
 
 @functools.cache
-def _flat_form(kind: type) -> tuple[dict[str, Any], dict[str, str]]:
-    """The type of each option of `kind`, whatever its group, and that group ("": none)."""
+def _flat_form(kind: type) -> tuple[type, dict[str, str]]:
+    """A dataclass of all options of `kind` without their groups, and the group of each option ("": none)."""
     types, home = dict[str, Any](), dict[str, str]()
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         group = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
@@ -398,17 +399,12 @@ def _flat_form(kind: type) -> tuple[dict[str, Any], dict[str, str]]:
         inside = typing.get_type_hints(group, include_extras=True) if grouped else {name: hint}
         types |= inside
         home |= dict.fromkeys(inside, name if grouped else "")
-    return types, home
-
-
-@functools.cache
-def _flat_dataclass(kind: type) -> type:
-    return dataclasses.make_dataclass("Settings", _flat_form(kind)[0].items())
+    return dataclasses.make_dataclass("Settings", types.items()), home
 
 
 def apply(options: T, values: Mapping[str, Any], where: str) -> T:
     """A copy of `options` with flat `values` put into the group that owns each name; types and ranges are checked."""
-    home = _flat_form(type(options))[1]
+    form, home = _flat_form(type(options))
     for key in values:
         if key not in home:
             raise SchemaError(f"{where}: there is no option {key!r}.{did_you_mean(key, home)}")
@@ -419,12 +415,12 @@ def apply(options: T, values: Mapping[str, Any], where: str) -> T:
     for key, value in flat_names(values).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise SchemaError(f"{where}: {key} is {value}, which is not a number to train with.")
-    checked: Any = schema.parse(_flat_dataclass(type(options)), {**flat(options), **values}, where)
+    checked: Any = schema.parse(form, {**flat(options), **values}, where)
     inside: dict[str, dict[str, Any]] = {group: {} for group in ("", *home.values())}
     for name, group in home.items():
         inside[group][name] = getattr(checked, name)
     new = inside.pop("")
-    groups = {group: replace(getattr(options, group), **values) for group, values in inside.items()}
+    groups = {group: replace(getattr(options, group), **fields) for group, fields in inside.items()}
     return replace(options, **new, **groups)
 
 
