@@ -39,8 +39,8 @@ from everytoken.maps import MapWriter, StoreMeta
 from everytoken.models import TokenModel
 from everytoken_lab.annotators import AnnotateOptions
 from everytoken_lab.annotators.annotator import Annotator, CellScores
+from everytoken_lab.annotators.features import ImageBatch, ImageReader, read_batches
 from everytoken_lab.annotators.job import fill, fill_store, store_order
-from everytoken_lab.annotators.reading import ImageBatch, ImageReader, read_batches
 from everytoken_lab.classes import ClassList, plan_classes
 from everytoken_lab.data.augment import EvalTransform
 from everytoken_lab.data.datasets import DataSet, open_dataset

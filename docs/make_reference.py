@@ -25,8 +25,7 @@ import everytoken_lab
 from everytoken import functional
 from everytoken_lab import cli
 from everytoken_lab.annotators import AnnotateOptions
-from everytoken_lab.engine.options import AutoOptions, TrainOptions
-from everytoken_lab.engine.recipe import header, recipe_names, recipe_text
+from everytoken_lab.engine.options import AutoOptions, TrainOptions, header, recipe_names, recipe_text
 from everytoken_lab.evaluation import EvalOptions, ExportOptions, PredictOptions
 from everytoken_lab.explanation import ExplainOptions
 from everytoken_lab.reports import ReportOptions

@@ -28,8 +28,7 @@ from everytoken_lab.cli.train import Train
 from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.dense.detect.options import DetectOptions
 from everytoken_lab.dense.segment.options import SegmentOptions
-from everytoken_lab.engine.options import TrainOptions
-from everytoken_lab.engine.recipe import apply, overrides, read_recipe, recipe_names
+from everytoken_lab.engine.options import TrainOptions, apply, overrides, read_recipe, recipe_names
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")

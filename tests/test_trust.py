@@ -25,8 +25,7 @@ from everytoken_lab.cli import main
 from everytoken_lab.data.archives import ArchiveReader
 from everytoken_lab.data.decode import ImageError, Picture, read_header
 from everytoken_lab.data.loader import WorkerError, Workers
-from everytoken_lab.engine import recipe
-from everytoken_lab.engine.options import TrainOptions
+from everytoken_lab.engine.options import TrainOptions, apply, overrides
 from everytoken_lab.engine.run_folder import RunFolder, read_run
 from everytoken_lab.models.description import Description
 from everytoken_lab.models.open import _downloading, open_model
@@ -613,9 +612,9 @@ def test_a_folder_of_timms_form_that_is_wrong_is_told_in_a_sentence(changes, tmp
     "text", ["objectives.hard.weight=.inf", "mixing.cutmix.alpha=.nan", "lr=.nan", "mixing.cutmix.odds=.inf"]
 )
 def test_settings_are_finite(text):
-    values = recipe.overrides([text], {})
+    values = overrides([text], {})
     with pytest.raises(EverytokenError, match=f"{text.partition('=')[0]} is (nan|inf)"):
-        recipe.apply(TrainOptions(), values, "--set")
+        apply(TrainOptions(), values, "--set")
 
 
 @pytest.mark.parametrize("odds", ["x", {}, -1, float("nan"), float("inf"), None])

@@ -24,7 +24,7 @@ from everytoken_lab.dense.detect.model import Detector, build_detector
 from everytoken_lab.dense.detect.options import DetectOptions
 from everytoken_lab.dense.segment.model import build_segmenter
 from everytoken_lab.dense.segment.options import SegmentOptions
-from everytoken_lab.engine.recipe import apply, read_recipe, recipe_names
+from everytoken_lab.engine.options import apply, read_recipe, recipe_names
 
 SEGMENT, DETECT = (512, 2048), (800, 1280)
 REGIONS, MASKS = 1000, 100

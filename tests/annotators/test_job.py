@@ -15,14 +15,15 @@ from PIL import Image
 
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, map_area, verify
-from everytoken_lab.annotators import AnnotateOptions
-from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, build_annotator, weights_hash
+from everytoken_lab.annotators import AnnotateOptions, AnnotatorError
+from everytoken_lab.annotators.annotator import Annotator, build_annotator
 from everytoken_lab.annotators.job import fill_store, summarise
 from everytoken_lab.classes import ClassList
 from everytoken_lab.data.augment import EvalTransform
 from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.models import open as opening
+from everytoken_lab.models.description import weights_hash
 
 QUICK = AnnotateOptions(batch_size=3, workers=0, shard_size=5, class_map="order")
 
@@ -226,7 +227,7 @@ def test_a_store_is_not_continued_by_other_weights(data, weights, tmp_path):
 def test_kills_at_any_moment_end_in_the_same_store(photos_of, tmp_path, content):
     photos = photos_of(per_class=16)
     script = Path(__file__).with_name("kill_job.py")
-    words = [str(script), str(photos), str(tmp_path / "killed"), str(tmp_path / "calm"), "10", "1"]
+    words = [str(script), str(photos), str(tmp_path / "killed"), str(tmp_path / "calm"), "6", "1"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 1

@@ -11,11 +11,11 @@ import torch
 
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
-from everytoken_lab.annotators import AnnotateOptions
+from everytoken_lab.annotators import AnnotateOptions, AnnotatorError
+from everytoken_lab.annotators import annotator as annotator_module
 from everytoken_lab.annotators import features as features_module
-from everytoken_lab.annotators import fit as fit_module
 from everytoken_lab.annotators import job as job_module
-from everytoken_lab.annotators.annotator import AnnotatorError
+from everytoken_lab.annotators.annotator import fit_annotator
 from everytoken_lab.annotators.features import (
     Candidate,
     FrozenBackbone,
@@ -23,7 +23,6 @@ from everytoken_lab.annotators.features import (
     compute_features,
     fit_features,
 )
-from everytoken_lab.annotators.fit import fit_annotator
 from everytoken_lab.annotators.job import fill_store
 from everytoken_lab.annotators.linear import LinearHead, fit_linear, stratified_folds
 from everytoken_lab.data.augment import eval_view
@@ -289,7 +288,7 @@ def test_a_fitted_head_is_used_again_and_refuses_other_settings(data, backbone, 
     out = tmp_path / "maps"
     first = fit_annotator(data, out, options(backbone), ALONE)
     with monkeypatch.context() as patch:
-        patch.setattr(fit_module, "fit_heads", None)  # would fail if it were called
+        patch.setattr(annotator_module, "choose_backbone", None)  # would fail if it were called
         again = fit_annotator(data, out, options(), ALONE)
     assert again.describe() == first.describe()
     kept = open_model(out / "annotator")

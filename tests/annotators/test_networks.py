@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from everytoken.errors import EverytokenError, MissingExtraError
 from everytoken.models import TokenModel
-from everytoken_lab.annotators.annotator import AnnotatorError, build_annotator, weights_hash
-from everytoken_lab.models.description import Description
+from everytoken_lab.annotators import AnnotatorError
+from everytoken_lab.annotators.annotator import build_annotator
+from everytoken_lab.models.description import Description, weights_hash
 
 CPU = torch.device("cpu")
 
@@ -61,10 +62,10 @@ def test_a_checkpoint_without_its_classifier_is_refused(weights, tmp_path):
     state = load_file(weights("test_resnet"))
     save_file({k: v for k, v in state.items() if not k.startswith("fc.")}, tmp_path / "bare.safetensors")
     with pytest.raises(EverytokenError, match="classifier"):
-        build_annotator("timm:test_resnet", None, str(tmp_path / "bare.safetensors"))
+        build_annotator("timm:test_resnet", (), str(tmp_path / "bare.safetensors"))
     save_file({k: v for k, v in state.items() if not k.startswith("layer3.0.conv")}, tmp_path / "hole.safetensors")
     with pytest.raises(AnnotatorError, match="does not fill all weights"):
-        build_annotator("timm:test_resnet", None, str(tmp_path / "hole.safetensors"))
+        build_annotator("timm:test_resnet", (), str(tmp_path / "hole.safetensors"))
 
 
 def test_unknown_names_are_answered_with_near_ones():
@@ -132,10 +133,10 @@ def test_self_without_a_token_head_points_to_the_class_head(tmp_path):
     run = save_run(tmp_path / "run", ())
     with pytest.raises(AnnotatorError, match="timm:test_vit with these weights"):
         build_annotator(f"self:{run}")
-    annotator = build_annotator("timm:test_vit", None, str(run))
+    annotator = build_annotator("timm:test_vit", (), str(run))
     assert annotator.classes.names == ("a", "b")  # weights written here know their classes
     with pytest.raises(EverytokenError, match="not a test_resnet"):
-        build_annotator("timm:test_resnet", None, str(run))
+        build_annotator("timm:test_resnet", (), str(run))
 
 
 def test_self_of_foreign_weights_is_refused(weights):

@@ -9,7 +9,7 @@ from PIL import Image
 from everytoken_lab.cli import main
 from everytoken_lab.data.datasets import DataError, open_dataset, open_splits, split_off
 from everytoken_lab.data.tree import dataset_title, find_split
-from everytoken_lab.engine.held_out import _train_folder
+from everytoken_lab.engine.run_folder import _train_folder
 
 
 @pytest.fixture

@@ -21,8 +21,7 @@ from everytoken_lab.dense.detect.model import load_detector
 from everytoken_lab.dense.detect.options import CocoOptions, DetectOptions, FindOptions
 from everytoken_lab.dense.detect.task import Detections, DetectTask, Inference, coco_scores
 from everytoken_lab.engine.optim import build_schedule
-from everytoken_lab.engine.options import BackboneOptions
-from everytoken_lab.engine.recipe import apply, flat, header, read_recipe, recipe_names
+from everytoken_lab.engine.options import BackboneOptions, apply, flat, header, read_recipe, recipe_names
 
 pytest.importorskip("pycocotools.mask")
 

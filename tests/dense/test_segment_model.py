@@ -29,8 +29,7 @@ from everytoken_lab.dense.segment.model import (
 )
 from everytoken_lab.dense.segment.options import NEW_RUN, DecoderOptions, EvalOptions, SegmentOptions
 from everytoken_lab.dense.segment.task import Inference, SegmentScore, best_class, slide, starts
-from everytoken_lab.engine.options import BackboneOptions
-from everytoken_lab.engine.recipe import apply, header, read_recipe, recipe_names
+from everytoken_lab.engine.options import BackboneOptions, apply, header, read_recipe, recipe_names
 from everytoken_lab.models.description import Description
 
 

@@ -13,7 +13,7 @@ from everytoken.errors import EverytokenError
 from everytoken_lab.cli import main
 from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.doctor import labels as doubtful
-from everytoken_lab.training.inputs import corrected
+from everytoken_lab.training.build import corrected
 
 
 def rows_of(path):

@@ -9,14 +9,14 @@ import torch
 from everytoken.errors import EverytokenError
 from everytoken_lab.calibration import calibration_error
 from everytoken_lab.classes import ClassList, imagenet_numbers
-from everytoken_lab.engine.accuracy import Predictions, join_predictions, read_real, real_accuracy
+from everytoken_lab.engine.accuracy import Predictions, join_predictions, predictions_of, read_real, real_accuracy
 
 
 def predictions(n=50, k=7, seed=0):
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, k, generator=g) * 2
     labels = torch.randint(0, k, (n,), generator=g)
-    return logits, labels, Predictions.of_batch(torch.arange(n), labels, logits)
+    return logits, labels, predictions_of(torch.arange(n), labels, logits)
 
 
 def test_summary_equals_the_obvious_counts():

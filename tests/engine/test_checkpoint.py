@@ -89,17 +89,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         RunFolder(tmp_path / "file" / "run").open()
 
 
-def test_weights_are_readable_as_the_umask_says(tmp_path):
-    before = os.umask(0o027)
-    try:
-        ck.write_weights(tmp_path / "best.safetensors", {"w": torch.ones(2)}, {})
-        written = save(tmp_path / "checkpoints", 1)
-    finally:
-        os.umask(before)
-    for path in (tmp_path / "best.safetensors", *written.iterdir()):
-        assert path.stat().st_mode & 0o777 == 0o640, path
-
-
 def test_a_killed_writer_of_best_weights_leaves_nothing_for_ever(tmp_path):
     code = (
         "import os, pathlib, torch; from everytoken_lab.engine import checkpoint as ck\n"

@@ -6,24 +6,19 @@ The backend counts graphs and runs them as they are, so nothing is compiled by a
 from dataclasses import replace
 
 import pytest
-import timm
 import torch
 from torch._dynamo.utils import counters
 
 from everytoken.data.batch import Batch, normalise
 from everytoken.keyed import StepKey
-from everytoken.mixing import build_mixer
-from everytoken.models import TokenModel, probe
-from everytoken.objectives.registry import build_objectives
-from everytoken.step import FrozenTeacher, TokenStep
-from tests.engine.test_fake_gpu import CLASSES, MEAN, STD, host_batch
+from everytoken.models import probe
+from tests.engine.test_fake_gpu import MEAN, STD, host_batch, make_step
 
 # One block per backbone: what is counted does not depend on how many follow.
 BACKBONES = {
     "vit": ("vit_nano_patch4_32", {"depth": 1}),
     "lvvit": ("lvvit_micro_patch4_32", {"depth": 1}),
     "swin": ("swin_nano_patch4_window6_96", {"depths": (2, 1)}),
-    "convnext": ("test_convnext2", {"depths": (1, 1, 1, 1), "dims": (8, 8, 8, 8)}),
 }
 # (backbone, objectives, mixing, teacher), graphs of model and objectives together
 STEPS = {
@@ -46,17 +41,10 @@ class Graphs:
         return module.forward
 
 
-def build(backbone, objectives, mixing, with_teacher):
-    """(step, images of a side)"""
+def build(backbone, *more):
+    """(step, side of its images)"""
     name, smaller = BACKBONES[backbone]
-    size = 96 if backbone == "swin" else 32
-    model = TokenModel(timm.create_model(name, num_classes=CLASSES, **smaller), token_classes=CLASSES)
-    teacher = None
-    if with_teacher:
-        network = TokenModel(timm.create_model(*BACKBONES["convnext"][:1], num_classes=CLASSES, depths=(1, 1, 1, 1)))
-        teacher = FrozenTeacher(network, (MEAN, STD), (MEAN, STD))
-    settings = {name: dict(given) for name, given in objectives.items()}
-    return TokenStep(model, build_objectives(settings, model), build_mixer(mixing), teacher).train(), size
+    return make_step(name, *more, **smaller)
 
 
 def batches(step, size):

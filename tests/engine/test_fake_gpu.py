@@ -98,10 +98,9 @@ def host_batch(size):
     return Batch(images, torch.arange(BATCH) % CLASSES, placement=placement, maps=maps, key=StepKey(1, 2))
 
 
-def build(name, objectives, mixing, with_teacher, device):
-    """(step, batch on the host), the step with fake weights on a device."""
-    size = 96 if name == SWIN else 32
-    more = {"img_size": 32} if name == MIXER else {}
+def make_step(name, objectives, mixing, with_teacher, **more):
+    """(step, side of its images)"""
+    size, more = 96 if name == SWIN else 32, {"img_size": 32} | more if name == MIXER else more
     model = TokenModel(timm.create_model(name, num_classes=CLASSES, **more), token_classes=CLASSES)
     teacher = None
     if with_teacher:
@@ -110,13 +109,18 @@ def build(name, objectives, mixing, with_teacher, device):
     settings = {name: dict(given) for name, given in objectives.items()}
     step = TokenStep(model, build_objectives(settings, model), build_mixer(mixing), teacher).train()
     step.grid = probe(model, (size, size), 3)
-    batch = host_batch(size).plan(step.grid)
+    return step, size
+
+
+def build(setup, device):
+    """(step, batch on the host), the step with fake weights on a device."""
+    step, size = make_step(*setup)
     with FakeTensorMode(allow_non_fake_inputs=True):
         move(step, device)
-        if teacher is not None:
+        if (teacher := step.teacher) is not None:
             move(teacher.model, device)
             teacher.scale, teacher.shift = (torch.ones(1, 3, 1, 1, device=device) for _ in range(2))
-    return step, batch
+    return step, host_batch(size).plan(step.grid)
 
 
 def move(module, device):
@@ -131,7 +135,7 @@ def move(module, device):
 
 def run(setup, device, dtype, backward):
     """One step; the copies that would block."""
-    step, batch = build(*setup, device)
+    step, batch = build(setup, device)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     batch = replace(
         batch,

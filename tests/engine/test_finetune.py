@@ -20,12 +20,10 @@ from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.loop import _is_another
 from everytoken_lab.engine.optim import learning_rate
-from everytoken_lab.engine.options import ModelOptions, OptimOptions, TrainOptions
-from everytoken_lab.engine.recipe import apply, read_recipe
+from everytoken_lab.engine.options import ModelOptions, OptimOptions, TrainOptions, apply, read_recipe
 from everytoken_lab.models.description import Description
 from everytoken_lab.models.open import open_model
-from everytoken_lab.training.build import build
-from everytoken_lab.training.inputs import complete
+from everytoken_lab.training.build import build, complete
 
 VIT = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 NAMES = ("class-0", "class-1", "class-2")

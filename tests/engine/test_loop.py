@@ -184,17 +184,13 @@ def test_a_damaged_newest_checkpoint_costs_only_time(undisturbed, tmp_path, capl
 def test_damaged_records_never_keep_a_run_from_continuing(undisturbed, tmp_path, name, content):
     with pytest.raises(CutError):
         make(tmp_path, cut_at(10)).run()
-    make_config(tmp_path)
+    RunFolder(tmp_path).write_config({"epochs": 3})
     (tmp_path / name).write_bytes(content)
     make(tmp_path).run()
     assert same(final(undisturbed), final(tmp_path))
     run = read_run(tmp_path)
     assert run.state == "finished"
     assert run.config["epochs"] == 3
-
-
-def make_config(path):
-    RunFolder(path).write_config({"epochs": 3})
 
 
 def test_metrics_that_cannot_be_read_are_counted_and_logged(tmp_path, caplog):

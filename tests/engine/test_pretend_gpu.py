@@ -34,9 +34,8 @@ from everytoken_lab.engine.run_folder import RunFolder
 from everytoken_lab.evaluation.run import evaluate
 from everytoken_lab.models.description import Description
 from everytoken_lab.models.open import open_model
-from everytoken_lab.training.build import build
+from everytoken_lab.training.build import build, complete
 from everytoken_lab.training.classify import Classification
-from everytoken_lab.training.inputs import complete
 from tests.engine.pretend_gpu import CUDA, PretendGpu
 
 pytestmark = pytest.mark.skipif(

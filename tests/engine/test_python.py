@@ -10,12 +10,11 @@ from everytoken.maps import Maps
 from everytoken.step import TokenStep
 from everytoken_lab.annotators.job import annotate
 from everytoken_lab.cli.train import Train
-from everytoken_lab.engine.options import TrainOptions
+from everytoken_lab.engine.options import DataOptions, TrainOptions
 from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.schema import SchemaError
-from everytoken_lab.training.build import check_held_out
+from everytoken_lab.training.build import Inputs, check_held_out
 from everytoken_lab.training.classify import train
-from everytoken_lab.training.inputs import Inputs
 
 TINY = {"model": "vit_tiny_patch16_224", "img_size": 32, "batch_size": 8, "workers": 0, "device": "cpu"}
 TINY |= {"warmup_epochs": 0, "epochs": 1, "threads": 1}
@@ -36,7 +35,9 @@ def maps(undivided, backbone, tmp_path_factory):
     return annotate(undivided, out, "fit", fit_model=backbone, workers=0, device="cpu")
 
 
-def test_train_returns_the_run_and_its_history(undivided, maps, tmp_path, capsys, monkeypatch):
+def test_annotate_returns_maps_and_train_the_run_and_its_history(undivided, maps, tmp_path, capsys, monkeypatch):
+    assert isinstance(maps, Maps)
+    assert (len(maps), maps.class_names) == (36, ["class-0", "class-1", "class-2"])
     monkeypatch.setattr(logging.getLogger("everytoken_lab"), "handlers", [])  # as before any command was called
     run = train(undivided, maps=maps.path, objectives={"token_labeling": {}}, out=str(tmp_path / "run"), **TINY)
     assert isinstance(run, Run)
@@ -69,12 +70,6 @@ def test_mixed_precision_on_the_cpu_leaves_fused_attention_alone(photos, tmp_pat
     assert run.history[-1]["val_loss"] < 2
 
 
-def test_annotate_returns_maps(maps, undivided):
-    assert isinstance(maps, Maps)
-    assert len(maps) == 36
-    assert maps.class_names == ["class-0", "class-1", "class-2"]
-
-
 def test_python_and_the_command_have_the_same_defaults():
     options = Train()
     assert {name: getattr(options, name) for name in vars(TrainOptions())} == vars(TrainOptions())
@@ -90,26 +85,16 @@ def test_wrong_arguments_are_exceptions_that_name_them(undivided, tmp_path, name
         annotate(undivided, tmp_path / "m", "fit", top_k="all")
 
 
-def test_an_annotator_is_not_fitted_on_what_training_validates_on(undivided, maps):
+def test_an_annotator_is_not_fitted_on_what_training_validates_on(undivided, maps, monkeypatch):
     """By default; a larger part is another matter, and so is a store that does not say what it held out."""
     train_set, val_set, _ = Inputs().splits(TrainOptions(data=str(undivided)))
     assert len(val_set)
     assert check_held_out(maps, train_set, val_set) == []
-    options = TrainOptions(data=str(undivided))
-    larger = TrainOptions(data=options.data, dataset=type(options.dataset)(val_split=0.6))
-    rest, more, _ = Inputs().splits(larger)
+    assert check_held_out(maps, train_set, train_set) == []  # val/ with the names of train/: other images
+    rest, more, _ = Inputs().splits(TrainOptions(data=str(undivided), dataset=DataOptions(val_split=0.6)))
     (note,) = check_held_out(maps, rest, more)
     assert str(maps.path) in note
     assert "val_split" in note
-
-
-def test_images_of_the_same_name_in_another_folder_are_not_the_annotated_ones(undivided, maps):
-    train_set, _, _ = Inputs().splits(TrainOptions(data=str(undivided)))
-    assert check_held_out(maps, train_set, train_set) == []  # val/ with the names of train/
-
-
-def test_stores_that_do_not_say_what_they_held_out_are_named(undivided, maps, monkeypatch):
-    train_set, val_set, _ = Inputs().splits(TrainOptions(data=str(undivided)))
     fit = {k: v for k, v in maps.meta.annotator["fit"].items() if k != "held_out"}
     monkeypatch.setitem(maps.meta.annotator, "fit", fit)
     assert len(check_held_out(maps, train_set, val_set)) == 1

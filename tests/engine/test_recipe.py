@@ -12,19 +12,18 @@ from everytoken_lab.cli import main
 from everytoken_lab.dense.detect.options import DetectOptions
 from everytoken_lab.engine.distributed import pick_device
 from everytoken_lab.engine.optim import check_loop, learning_rate
-from everytoken_lab.engine.options import TrainOptions, how_to_run
-from everytoken_lab.engine.recipe import (
+from everytoken_lab.engine.options import (
+    TrainOptions,
     apply,
     flat,
     header,
+    how_to_run,
     overrides,
-    parse_recipe,
     read_recipe,
     recipe_names,
 )
 from everytoken_lab.schema import SchemaError
-from everytoken_lab.training.build import check_objectives, check_options
-from everytoken_lab.training.inputs import FINETUNE, complete
+from everytoken_lab.training.build import FINETUNE, check_objectives, check_options, complete
 
 CLASSIFIERS = [n for n in recipe_names() if not n.startswith(("segment_", "detect_"))]  # others: tests/transfer
 
@@ -90,20 +89,21 @@ def test_values_inside_objectives_and_mixing_are_checked_before_anything_is_read
         check_options(options)
 
 
-def test_yaml_numbers_without_a_dot_are_still_numbers():
-    values = parse_recipe("lr: 1e-3\nweight_decay: 0\nobjectives: {hard: }\nmixing:", "x")
-    options = apply(TrainOptions(), values, "x")
+def test_yaml_numbers_without_a_dot_are_still_numbers(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("lr: 1e-3\nweight_decay: 0\nobjectives: {hard: }\nmixing:")
+    options = apply(TrainOptions(), read_recipe(str(file)), "x")
     assert options.optim.lr == 1e-3
     assert options.optim.weight_decay == 0.0
     assert options.objectives == {"hard": {}}
     assert options.mixing == {}
 
 
-def test_broken_yaml_is_named():
-    with pytest.raises(SchemaError, match=r"mine\.yaml"):
-        parse_recipe("a: [1", "mine.yaml")
-    with pytest.raises(SchemaError, match=r"mine\.yaml.*object"):
-        parse_recipe("- 1", "mine.yaml")
+@pytest.mark.parametrize(("text", "what"), [("a: [1", r"mine\.yaml"), ("- 1", r"mine\.yaml.*object")])
+def test_broken_yaml_is_named(tmp_path, text, what):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(SchemaError, match=what):
+        read_recipe(str(tmp_path / "mine.yaml"))
 
 
 def test_overrides_reach_inner_values_and_remove_entries():

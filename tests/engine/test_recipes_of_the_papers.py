@@ -14,8 +14,7 @@ import torch
 from everytoken_lab.dense.detect.options import DetectOptions
 from everytoken_lab.dense.segment.options import SegmentOptions
 from everytoken_lab.engine.optim import build_schedule, learning_rate
-from everytoken_lab.engine.options import TrainOptions
-from everytoken_lab.engine.recipe import apply, flat, read_recipe, recipe_names
+from everytoken_lab.engine.options import TrainOptions, apply, flat, read_recipe, recipe_names
 
 OURS = {  # of no paper
     *("small_32", "small_32_align", "small_32_drloc", "small_32_token", "small_64", "small_64_drloc", "small_64_token"),

@@ -12,24 +12,15 @@ from safetensors.torch import load_file
 from everytoken.errors import EverytokenError
 from everytoken_lab.engine import checkpoint as ck
 from everytoken_lab.engine.distributed import World
+from tests.engine.test_many_processes import TINY as ONE_EPOCH
+from tests.engine.test_many_processes import finish
 
 pytestmark = pytest.mark.timeout(900)
 TINY = [
-    *("--model", "lvvit_t", "--img-size", "32", "--workers", "0", "--epochs", "2", "--warmup-epochs", "0"),
-    *("--lr", "0.001", "--aa", "", "--reprob", "0", "--hflip", "0", "--log-interval", "1", "--threads", "1"),
-    *("--device", "cpu", "--model-ema", "--model-ema-decay", "0.5", "--val-batch-size", "5"),
-    *("--set", "objectives.drloc={weight: 0}", "--set"),  # its heads are sharded, but what it draws does not matter
-    "model_kwargs={stem_kernels: [8], stem_strides: [8], embed_dim: 32, depth: 2, num_heads: 2}",
+    *(*ONE_EPOCH, "--epochs", "2", "--model-ema", "--model-ema-decay", "0.5", "--val-batch-size", "5"),
+    *("--set", "objectives.drloc={weight: 0}"),  # its heads are sharded, but what it draws does not matter
 ]
 ALONE = World(0, 1, torch.device("cpu"))
-
-
-def finish(programs):
-    """Wait for all of them; what rank 0 printed."""
-    for program in programs:
-        assert program.wait() == 0, program.err[-2000:]
-        assert "runs outside of" not in program.err  # drloc's MLP is sharded or wrapped with the model
-    return programs[0].out
 
 
 def close(one, two, atol=2e-5):

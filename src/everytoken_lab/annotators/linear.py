@@ -130,8 +130,7 @@ def fit_linear(
     with threadpool_limits(1) if x.size * num_classes < _SMALL else nullcontext():
         strength = strength or _choose_strength(x, y, num_classes, fold)
         head = _Problem(x, y, num_classes).solve(strength)
-        folds = _folds(x, y, num_classes, fold)
-        fold_heads = tuple(problem.solve(strength) for problem in folds)
+        fold_heads = tuple(problem.solve(strength) for problem in _folds(x, y, num_classes, fold))
     out = np.zeros((len(y), num_classes), dtype=np.float32)
     for number, one in enumerate(fold_heads):
         out[fold == number] = one(torch.from_numpy(x[fold == number]).float()).numpy()
@@ -164,11 +163,9 @@ def _choose_strength(x: np.ndarray, y: np.ndarray, num_classes: int, fold: np.nd
     @cache
     def loss(at: int) -> float:
         heads = (problem.solve(STRENGTHS[at]) for problem in folds)
-        parts = [
-            cross_entropy(head(torch.from_numpy(x[fold == k]).float()).numpy(), y[fold == k])
-            for k, head in enumerate(heads)
-        ]
-        return float(np.concatenate(parts).mean())
+        logits = [head(torch.from_numpy(x[fold == k]).float()).numpy() for k, head in enumerate(heads)]
+        losses = [cross_entropy(answers, y[fold == k]) for k, answers in enumerate(logits)]
+        return float(np.concatenate(losses).mean())
 
     best = _USUAL
     for step in (1, -1):

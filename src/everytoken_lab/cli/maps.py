@@ -73,7 +73,7 @@ def describe(maps: Maps, summary: StoreSummary) -> dict[str, Any]:
 
 def print_store(path: Path, facts: Mapping[str, Any]) -> None:
     """The facts of `describe`, and the first images without a map."""
-    from everytoken_lab.engine.recipe import flat_names
+    from everytoken_lab.engine.options import flat_names
 
     skipped = facts["skipped images"]
     print_facts(flat_names({**facts, "skipped images": len(skipped)}), str(path))

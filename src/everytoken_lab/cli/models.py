@@ -109,7 +109,7 @@ def measure(options: ModelsOptions) -> dict[str, Any]:
     from everytoken.models.families import family_of
     from everytoken.models.token_model import TokenModel
     from everytoken_lab.engine.distributed import pick_device
-    from everytoken_lab.engine.recipe import overrides
+    from everytoken_lab.engine.options import overrides
     from everytoken_lab.models.description import building, create_sized
 
     device = torch.device(pick_device(options.device))

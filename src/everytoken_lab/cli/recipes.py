@@ -28,7 +28,7 @@ class Recipes:
 
 
 def main(options: Recipes) -> None:
-    from everytoken_lab.engine.recipe import header, recipe_names, recipe_text
+    from everytoken_lab.engine.options import header, recipe_names, recipe_text
 
     name, names = options.name, recipe_names()
     pattern = name if set("*?[") & set(name) else f"*{name}*"

@@ -15,8 +15,7 @@ import tyro
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import plain_json
 from everytoken_lab.cli._parse import given_options, parse, values_of
-from everytoken_lab.engine.options import AutoOptions, TrainOptions
-from everytoken_lab.engine.recipe import apply, flat, overrides, read_recipe
+from everytoken_lab.engine.options import AutoOptions, TrainOptions, apply, flat, overrides, read_recipe
 from everytoken_lab.schema import say
 
 

@@ -33,16 +33,22 @@ from everytoken_lab.data.tree import gather_images, result_stems
 from everytoken_lab.dense.backbone import Features, name_weights, rebuild_features
 from everytoken_lab.draw import Card, Row, draw_sheet
 from everytoken_lab.engine.distributed import World, pick_device
-from everytoken_lab.engine.held_out import held_out
 from everytoken_lab.engine.loop import run
 from everytoken_lab.engine.optim import default_scaling
-from everytoken_lab.engine.options import DenseOptions, EvaluateOptions, PredictOptions, check_rate, default_output
-from everytoken_lab.engine.recipe import apply, flat, overrides
-from everytoken_lab.engine.run_folder import Run, RunFolder
-from everytoken_lab.engine.task import Task, watched
+from everytoken_lab.engine.options import (
+    DenseOptions,
+    EvaluateOptions,
+    PredictOptions,
+    apply,
+    check_rate,
+    default_output,
+    flat,
+    overrides,
+)
+from everytoken_lab.engine.run_folder import Run, RunFolder, held_out
+from everytoken_lab.engine.task import IMAGES, Task, pixels_of, watched
 from everytoken_lab.models.description import Description, read_metadata
 from everytoken_lab.models.open import find_weights
-from everytoken_lab.training.batch_picture import IMAGES, pixels_of
 
 A = TypeVar("A")
 N = TypeVar("N", bound=nn.Module)

@@ -8,7 +8,6 @@ that of all decisions together, each at a probability of a half.
 
 from __future__ import annotations
 
-import io
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
-from everytoken.files import open_regular, write_atomically
+from everytoken.files import open_regular, writing
 from everytoken_lab import schema
 from everytoken_lab.calibration import calibration_error, sigmoid
 from everytoken_lab.stats import Estimate, bootstrap_weights, percentage, with_added_images
@@ -45,9 +44,8 @@ class _PerImage:
     def save(self, path: Path, note: str, skipped: Mapping[str, str] | None = None) -> None:
         """Write an .npz file in one step, with unreadable images (key -> reason) and a note of what it belongs to."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = io.BytesIO()
-        np.savez_compressed(file, note=note, skipped=json.dumps(dict(skipped or {})), **vars(self))
-        write_atomically(path, file.getbuffer())
+        with writing(path) as file:
+            np.savez_compressed(file, note=note, skipped=json.dumps(dict(skipped or {})), **vars(self))
 
     @classmethod
     def saved(cls, path: Path, note: str | None = None) -> tuple[Self, dict[str, str]] | None:
@@ -61,19 +59,12 @@ class _PerImage:
         except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error):
             return None  # torn: it is made again
 
-    def _of_class(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """[N] bool each: has the label k; was answered k."""
-        raise NotImplementedError
-
-    def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """For each class: images, recall and precision in percent (None without images); and see the subclasses."""
-        rows = []
-        for k, name in enumerate(names):
-            labelled, answered = self._of_class(k)
-            recall = 100 * float(answered[labelled].mean()) if labelled.any() else None
-            precision = 100 * float(labelled[answered].mean()) if answered.any() else None
-            rows.append({"class": name, "images": int(labelled.sum()), "recall": recall, "precision": precision})
-        return rows
+    @staticmethod
+    def _class_row(name: str, labelled: np.ndarray, answered: np.ndarray) -> dict[str, Any]:
+        """Of a class: images, recall and precision in percent (None without images); labelled, answered: [N] bool."""
+        recall = 100 * float(answered[labelled].mean()) if labelled.any() else None
+        precision = 100 * float(labelled[answered].mean()) if answered.any() else None
+        return {"class": name, "images": int(labelled.sum()), "recall": recall, "precision": precision}
 
 
 @dataclass(frozen=True)
@@ -83,16 +74,6 @@ class Predictions(_PerImage):
     top: np.ndarray  # [N, 5] (or fewer) predicted classes, best first
     confidence: np.ndarray  # [N] softmax probability of the first
     loss: np.ndarray  # [N] cross entropy with the label
-
-    @staticmethod
-    def of_batch(index: Tensor, label: Tensor, logits: Tensor) -> Predictions:
-        """From one batch: logits [B, K], labels [B]."""
-        logits = logits.float()
-        best = logits.topk(min(5, logits.shape[1]), dim=1).indices
-        spread = torch.logsumexp(logits, dim=1)
-        confidence = (logits.gather(1, best[:, :1])[:, 0] - spread).exp()
-        loss = spread - logits.gather(1, label[:, None])[:, 0]
-        return Predictions(*(t.detach().cpu().numpy() for t in (index, label, best, confidence, loss)))
 
     @property
     def correct(self) -> np.ndarray:
@@ -109,12 +90,9 @@ class Predictions(_PerImage):
             "ece": 100 * calibration_error(self.confidence, self.correct),
         }
 
-    def _of_class(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.label == k, self.top[:, 0] == k
-
     def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Also what each class is taken for most."""
-        rows = super().per_class(names)
+        """For each class: images, recall and precision in percent, and what it is taken for most."""
+        rows = [self._class_row(name, self.label == k, self.top[:, 0] == k) for k, name in enumerate(names)]
         for k, row in enumerate(rows):
             wrong = self.top[(self.label == k) & ~self.correct, 0]
             row["taken for"] = names[int(np.bincount(wrong).argmax())] if len(wrong) else ""
@@ -132,12 +110,6 @@ class MultiLabelPredictions(_PerImage):
 
     logits: np.ndarray  # [N, K] float32; their sigmoids are probabilities
 
-    @staticmethod
-    def of_batch(index: Tensor, label: Tensor, logits: Tensor) -> MultiLabelPredictions:
-        """From one batch: logits and labels [B, K]."""
-        index, label, logits = (t.detach().cpu() for t in (index, label, logits))
-        return MultiLabelPredictions(index.numpy(), label.bool().numpy(), logits.float().numpy())
-
     @property
     def correct(self) -> np.ndarray:
         """[N] bool: exactly the labels are above a half."""
@@ -151,13 +123,8 @@ class MultiLabelPredictions(_PerImage):
     def summary(self) -> dict[str, float]:
         """mAP, F1 (percent), loss (per image, added up over the classes)."""
         x, y = self.logits.astype(np.float64), self.label
-        named = x > 0
-        found = float((named & y).sum())
-        return {
-            "mAP": self.mean_ap,
-            "f1": 100 * 2 * found / max(1.0, float(named.sum() + y.sum())),
-            "loss": float((np.logaddexp(0, x) - x * y).sum(1).mean()),
-        }
+        f1 = 200 * float(((x > 0) & y).sum()) / max(1.0, float((x > 0).sum() + y.sum()))
+        return {"mAP": self.mean_ap, "f1": f1, "loss": float((np.logaddexp(0, x) - x * y).sum(1).mean())}
 
     @property
     def mean_ap(self) -> float:
@@ -198,24 +165,27 @@ class MultiLabelPredictions(_PerImage):
                 values.append(np.nansum(table, 0) / np.isfinite(table).sum(0))
         return np.concatenate(values)
 
-    def _of_class(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.label[:, k], self.logits[:, k] > 0
-
     def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Also the average precision; recall and precision are those at a probability of a half."""
-        rows = super().per_class(names)
+        """For each class: images; recall and precision at a probability of a half, average precision, in percent."""
+        rows = [self._class_row(name, self.label[:, k], self.logits[:, k] > 0) for k, name in enumerate(names)]
         for k, row in enumerate(rows):
-            value = 100 * average_precision(self.logits[:, k], self.label[:, k])
-            row["AP"] = value if row["images"] else None
+            row["AP"] = 100 * average_precision(self.logits[:, k], self.label[:, k]) if row["images"] else None
         return rows
 
 
 AnyPredictions = Predictions | MultiLabelPredictions
 
 
-def predictions_of(index: Tensor, label: Tensor, logits: Tensor) -> AnyPredictions:
-    """Of one batch, whichever kind of labels it has: [B], or multi-label [B, K]."""
-    return (MultiLabelPredictions if label.dim() == 2 else Predictions).of_batch(index, label, logits)
+def predictions_of(index: Tensor | np.ndarray, label: Tensor | np.ndarray, logits: Tensor) -> AnyPredictions:
+    """Of images with logits [B, K], whichever kind of labels they have: [B], or multi-label [B, K]."""
+    index, label, logits = torch.as_tensor(index), torch.as_tensor(label), logits.detach().float()
+    if label.dim() == 2:
+        return MultiLabelPredictions(*(t.cpu().numpy() for t in (index, label.bool(), logits)))
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    spread = torch.logsumexp(logits, dim=1)
+    confidence = (logits.gather(1, best[:, :1])[:, 0] - spread).exp()
+    loss = spread - logits.gather(1, label[:, None])[:, 0]
+    return Predictions(*(t.cpu().numpy() for t in (index, label, best, confidence, loss)))
 
 
 def join_predictions(parts: Sequence[AnyPredictions]) -> AnyPredictions:
@@ -271,10 +241,8 @@ def real_sets(keys: Sequence[str], labels: Mapping[str, Sequence[int]]) -> list[
     names = [PurePosixPath(key) for key in keys]
     sets = [labels.get(name.name, labels.get(f"{name.stem}.JPEG")) for name in names]
     if all(entry is None for entry in sets):
-        raise EverytokenError(
-            "none of the images has ReaL labels: they are found by the names of the original validation files "
-            f"(ILSVRC2012_val_00000001.JPEG), the first image here is {keys[0]}"
-        )
+        where = "the names of the original validation files (ILSVRC2012_val_00000001.JPEG)"
+        raise EverytokenError(f"none of the images has ReaL labels, found by {where}; the first image is {keys[0]}")
     return [entry or () for entry in sets]
 
 

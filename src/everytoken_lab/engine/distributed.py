@@ -51,18 +51,16 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
-        if self.size == 1:
-            return flag
         value = torch.tensor([int(flag)])  # on the host, through gloo: nobody waits for a GPU
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
+        if self.size > 1:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value)
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every process, in order of rank."""
-        if self.size == 1:
-            return [value]
-        out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value)
+        out = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(out, value)
         return out
 
     @contextmanager
@@ -79,9 +77,8 @@ class World:
 
     def share_buffers(self, module: torch.nn.Module) -> None:
         """Give every process rank 0's buffers: running means differ between processes, and files hold rank 0's."""
-        if self.size > 1:
-            for buffer in module.buffers():
-                dist.broadcast(buffer, 0)
+        for buffer in module.buffers() if self.size > 1 else ():
+            dist.broadcast(buffer, 0)
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -143,8 +140,7 @@ def kernel_settings(device: torch.device) -> Iterator[None]:
 def join_world(device: str = "", timeout_minutes: float = 30.0) -> Iterator[World]:
     """Join the processes that torchrun started, or be alone; a lost peer ends the job with one sentence."""
     kind = pick_device(device)
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if kind == "cuda" and size > 1:
         # some launchers show each process its own GPU only, which then is number 0 for all of them
         local = int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0
@@ -175,18 +171,17 @@ def join_world(device: str = "", timeout_minutes: float = 30.0) -> Iterator[Worl
 def distribute(module: nn.Module, backbone: nn.Module, world: World, fsdp: bool) -> nn.Module:
     """What is called in training. With FSDP the module itself is changed, so this comes before the optimizer."""
     if fsdp:
-        return shard(module, backbone, world)
+        shard(module, backbone, world)
+        return module
     ids = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(module, device_ids=ids) if world.size > 1 else module
 
 
-def shard(module: nn.Module, backbone: nn.Module, world: World) -> nn.Module:
-    """The module, with its weights spread over the processes, block by block of its backbone (FSDP2)."""
+def shard(module: nn.Module, backbone: nn.Module, world: World) -> None:
+    """Spread the module's weights over the processes, block by block of its backbone (FSDP2)."""
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for block in _blocks(backbone):
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    return module
+    for part in (*_blocks(backbone), module):
+        fully_shard(part, mesh=mesh)
 
 
 class ShardedAverage(ModelEmaV3):
@@ -194,7 +189,8 @@ class ShardedAverage(ModelEmaV3):
 
     def _foreach_lerp_(self, ema_values: list[Tensor], model_values: list[Tensor], weight: float) -> None:
         # torch does not take sharded tensors and plain ones (buffers) in one list
-        super()._foreach_lerp_([local_part(v) for v in ema_values], [local_part(v) for v in model_values], weight)
+        local = [[v.to_local() if isinstance(v, DTensor) else v for v in part] for part in (ema_values, model_values)]
+        super()._foreach_lerp_(*local, weight)
 
     def shard_twin(self, module: nn.Module, backbone: nn.Module, world: World) -> None:
         """Shard the copy; `module` is what was copied, and `backbone` a part of it."""
@@ -202,16 +198,10 @@ class ShardedAverage(ModelEmaV3):
         shard(self.module, self.module.get_submodule(name), world)
 
 
-def local_part(value: Tensor) -> Tensor:
-    """What this process holds of a sharded tensor; others as they are."""
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _blocks(backbone: nn.Module) -> list[nn.Module]:
     """The repeated parts of a backbone: the members of its longest lists of layers."""
     lists = [m for m in backbone.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
-    blocks: list[nn.Module] = []
-    inside: set[nn.Module] = set()
+    blocks, inside = list[nn.Module](), set[nn.Module]()
     for group in sorted(lists, key=lambda g: -sum(p.numel() for p in g.parameters())):
         if len({type(m) for m in group}) == 1 and group not in inside and inside.isdisjoint(group):
             members = [m for m in group if any(True for _ in m.parameters())]
@@ -235,10 +225,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, fsdp: bool) -> dict
 
 def load_module_state(module: nn.Module, state: dict[str, Any], fsdp: bool) -> None:
     """The reverse of `module_state`; every process has the whole state."""
-    if fsdp:
-        dcp.set_model_state_dict(module, state, options=dcp.StateDictOptions(full_state_dict=True))
-    else:
-        module.load_state_dict(state)
+    dcp.set_model_state_dict(module, state, options=dcp.StateDictOptions(full_state_dict=fsdp))
 
 
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: dict[str, Any], fsdp: bool) -> None:
@@ -256,4 +243,4 @@ def mean_over(values: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     if world.size == 1 or not values:
         return values
     stacked = world.add(torch.stack([v.detach().float().reshape(()) for v in values.values()])) / world.size
-    return dict(zip(values, stacked.unbind(), strict=True))
+    return dict(zip(values, stacked, strict=True))

@@ -29,22 +29,13 @@ from torch import Tensor, nn
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
 from everytoken.keyed import StepKey, generator
-from everytoken_lab.engine import checkpoint, distributed
+from everytoken_lab.engine import checkpoint, distributed, optim
 from everytoken_lab.engine.distributed import World, distribute, join_world, kernel_settings, mean_over
-from everytoken_lab.engine.optim import (
-    RunningStatistics,
-    build_optimizer,
-    build_schedule,
-    check_loop,
-    learning_rate,
-    prepare_fused,
-    step_unless,
-)
-from everytoken_lab.engine.options import LoopOptions, how_to_run
-from everytoken_lab.engine.recipe import flat
-from everytoken_lab.engine.run_folder import PUBLISHED, Run, RunFolder
+from everytoken_lab.engine.options import LoopOptions, flat, how_to_run
+from everytoken_lab.engine.run_folder import Run, RunFolder
 from everytoken_lab.engine.task import Task
 from everytoken_lab.engine.track import build_trackers
+from everytoken_lab.models import PUBLISHED
 from everytoken_lab.progress import Progress, clock
 
 _QUICK = 120  # seconds: the report evaluates the best weights once more if a validation takes less
@@ -52,14 +43,13 @@ _TALK_EVERY = 8  # updates after which processes agree on stopping and saving
 _READ_EVERY = 1000  # updates at most whose flags stay on the device
 _SAME_RUN = ("model", "model_kwargs", "img_size", "seed", "data", "maps", "weights")
 _PATHS = ("data", "maps", "weights")
+_PARTS = {"model": "module", "ema": "ema"}  # files of a checkpoint, and the parts of its state in them
 
 
 class Stopped(EverytokenError):  # noqa: N818  (not an error)
     """A signal asked the run to stop; the state was saved, and the same call continues."""
 
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
+    exit_code: int
 
 
 def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output: str | Path) -> Run:
@@ -68,7 +58,7 @@ def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output:
     Raises:
         Stopped: after SIGTERM or SIGINT; the same call continues the run.
     """
-    check_loop(options)
+    optim.check_loop(options)
     if options.run.threads:
         torch.set_num_threads(options.run.threads)
     with join_world(options.run.device) as world, kernel_settings(world.device):
@@ -92,27 +82,26 @@ class Loop:
 
     def __init__(self, task: Task, options: LoopOptions, folder: RunFolder, world: World) -> None:
         self.task, self.options, self.folder, self.world = task, options, folder, world
-        optim = options.optim
-        self.accumulate = optim.grad_accum_steps
+        how = options.optim
+        self.accumulate = how.grad_accum_steps
         self.updates_per_epoch = task.batches_per_epoch // self.accumulate
-        if self.updates_per_epoch == 0 and not optim.iters:
-            raise EverytokenError(
-                f"an epoch has {task.batches_per_epoch} batches, fewer than grad_accum_steps {self.accumulate}"
-            )
+        if self.updates_per_epoch == 0 and not how.iters:
+            found = f"an epoch has {task.batches_per_epoch} batches"
+            raise EverytokenError(f"{found}, fewer than grad_accum_steps {self.accumulate}")
         self.global_batch = options.dataset.batch_size * world.size * self.accumulate
-        self.lr = learning_rate(optim, self.global_batch)
+        self.lr = optim.learning_rate(how, self.global_batch)
         self.fsdp = options.run.fsdp and world.size > 1
-        if optim.model_ema:  # a copy, which a sharded module does not allow
+        if how.model_ema:  # a copy, which a sharded module does not allow
             kind = distributed.ShardedAverage if self.fsdp else ModelEmaV3
-            task.trainable_module_ema = kind(task.module, decay=optim.model_ema_decay, use_warmup=True)
+            task.trainable_module_ema = kind(task.module, decay=how.model_ema_decay, use_warmup=True)
             if self.fsdp:
                 task.trainable_module_ema.shard_twin(task.module, task.backbone, world)
         task.trainable_module = distribute(task.module, task.backbone, world, self.fsdp)
-        self.optimizer = build_optimizer(task.module, task.backbone, optim, self.lr)
-        self.statistics = RunningStatistics(task.module)
-        self.schedule, self.total = build_schedule(self.optimizer, optim, self.updates_per_epoch)
+        self.optimizer = optim.build_optimizer(task.module, task.backbone, how, self.lr)
+        self.statistics = optim.RunningStatistics(task.module)
+        self.schedule, self.total = optim.build_schedule(self.optimizer, how, self.updates_per_epoch)
         # an update may span two passes over the data if updates are counted; an epoch is a whole number of updates
-        self.batches_per_epoch = task.batches_per_epoch if optim.iters else self.updates_per_epoch * self.accumulate
+        self.batches_per_epoch = task.batches_per_epoch if how.iters else self.updates_per_epoch * self.accumulate
         self.epochs = round(self.total * self.accumulate / self.batches_per_epoch, 4)
         self.step = self.epoch = self.position = 0
         self.best: dict[str, Any] = {}
@@ -163,12 +152,12 @@ class Loop:
 
     def facts(self) -> dict[str, str]:
         """The plan, for the log."""
-        optim, batch = self.options.optim, self.options.dataset.batch_size
+        how, batch = self.options.optim, self.options.dataset.batch_size
         return {
             **self.task.facts(),
             "batch": f"{batch} x {self.world.size} processes x {self.accumulate} accumulated = {self.global_batch}",
             "updates": f"{self.updates_per_epoch} per epoch, {self.total:,} in all, {self.epochs:g} epochs",
-            "learning rate": f"{self.lr:.3g} ({optim.sched}, down to {min(optim.min_lr, self.lr):.3g})",
+            "learning rate": f"{self.lr:.3g} ({how.sched}, down to {min(how.min_lr, self.lr):.3g})",
             "run folder": str(self.folder.path),
         }
 
@@ -214,14 +203,9 @@ class Loop:
         torch_seed = int(generator(run.seed, self.step, self.world.rank, "update").integers(2**62))
         torch.manual_seed(torch_seed)  # drop path and dropout draw from torch's generator
         # objectives read the part that is done; where epochs are counted, in epochs
-        epoch, epochs = (
-            (self.place / self.total, 1)
-            if self.options.optim.iters
-            else (self.place / self.updates_per_epoch, int(self.epochs))
-        )
-        terms: dict[str, Tensor] = {}
-        keys: list[str] = []
-        waited = 0.0
+        epochs = 1 if self.options.optim.iters else int(self.epochs)
+        epoch = self.place / (self.total if self.options.optim.iters else self.updates_per_epoch)
+        terms, keys, waited = dict[str, Tensor](), list[str](), 0.0
         self.statistics.keep()
         for part in range(self.accumulate):
             started = time.perf_counter()
@@ -249,7 +233,7 @@ class Loop:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.optim.clip_grad, norm)
         # after the all-reduce the gradient is the same on every rank, so all ranks decide alike
         bad = ~torch.isfinite(norm)
-        step_unless(self.optimizer, bad)
+        optim.step_unless(self.optimizer, bad)
         self.statistics.restore_if(bad)
         self.optimizer.zero_grad(set_to_none=True)
         terms["grad_norm"] = norm
@@ -274,22 +258,20 @@ class Loop:
                 continue
             self.bad_total += 1
             values = {name: float(value) for name, value in terms.items()}
-            what = f"the loss or its gradient is not finite ({values}); the update was left out"
-            self.folder.log(f"update {step}: {what}")
+            self.folder.log(f"update {step} was left out: the loss or its gradient is not finite ({values})")
             self.folder.append("bad-updates.jsonl", {"step": step, "terms": str(values), "images": keys})
             if self.bad_in_row >= self.options.run.bad_loss_limit:
-                raise EverytokenError(
-                    f"{self.bad_in_row} updates in a row had a loss that is not finite; their images are listed in "
-                    f"{self.folder.path / 'bad-updates.jsonl'}. Try a lower lr, clip_grad 1 or no amp."
-                )
+                what = f"{self.bad_in_row} updates in a row had a loss that is not finite"
+                listed = f"their images are listed in {self.folder.path / 'bad-updates.jsonl'}"
+                raise EverytokenError(f"{what}; {listed}. Try a lower lr, clip_grad 1 or no amp.")
 
     def _validate_and_save(self) -> None:
         """Validate, remember the best, checkpoint."""
         self.read_flags()
-        run, optim = self.options.run, self.options.optim
-        epoch = round(self.place / self.total * self.epochs, 4) if optim.iters else self.epoch
+        run, how = self.options.run, self.options.optim
+        epoch = round(self.place / self.total * self.epochs, 4) if how.iters else self.epoch
         row: dict[str, Any] = {"kind": "epoch", "step": self.step, "epoch": epoch, "seconds": round(self.seconds, 2)}
-        if optim.iters or self.epoch % run.val_interval == 0 or self.place == self.total:
+        if how.iters or self.epoch % run.val_interval == 0 or self.place == self.total:
             row.update(self._validate(self.task.module))
             if self.ema is not None:
                 row.update({f"ema_{name}": value for name, value in self._validate(self.ema).items()})
@@ -309,11 +291,9 @@ class Loop:
 
     def _validate(self, module: nn.Module) -> dict[str, float]:
         self.world.share_buffers(module)
-        was_training = module.training
-        module.eval()
-        started = time.monotonic()
+        was_training, started = module.training, time.monotonic()
         with torch.no_grad():
-            numbers = self.task.validate(module)
+            numbers = self.task.validate(module.eval())
         self.validating = time.monotonic() - started
         module.train(was_training)
         return numbers
@@ -358,10 +338,8 @@ class Loop:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """SIGTERM and SIGINT ask to stop after the current update; only the main thread can be asked."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+        previous = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             yield
         finally:
@@ -381,15 +359,15 @@ class Loop:
             if self.world.any(bool(self.signal)):
                 self.save()
                 self._stop()
-            late = time.monotonic() - self.saved > run.checkpoint_minutes * 60
-            due |= self.world.any(self.world.is_main and late)
+            due |= self.world.any(self.world.is_main and time.monotonic() - self.saved > run.checkpoint_minutes * 60)
         if due:
             self.save()
 
     def _stop(self) -> None:
-        text = f"stopped by a signal after update {self.step}; the same command continues from here"
-        self.folder.log(text)
-        raise Stopped(text, 128 + (self.signal or signal.SIGTERM))
+        stopped = Stopped(f"stopped by a signal after update {self.step}; the same command continues from here")
+        stopped.exit_code = 128 + (self.signal or signal.SIGTERM)
+        self.folder.log(str(stopped))
+        raise stopped
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -414,12 +392,8 @@ class Loop:
             if self.ema is not None:
                 state["ema"] = distributed.module_state(self.ema, self.fsdp)
         if self.world.is_main:
-            weights = {
-                f"{stem}{suffix}": tensors
-                for stem, part in (("model", "module"), ("ema", "ema"))
-                if part in state
-                for suffix, tensors in self.task.weights(state[part]).items()
-            }
+            parts = {stem: self.task.weights(state[part]) for stem, part in _PARTS.items() if part in state}
+            weights = {f"{stem}{suffix}": part[suffix] for stem, part in parts.items() for suffix in part}
             root, keep = self.folder.checkpoints, self.options.run.keep
             checkpoint.save_checkpoint(root, self.step, weights, state, self.task.metadata(), keep)
 
@@ -459,7 +433,7 @@ class Loop:
             self._refuse(changes, str(error).strip().splitlines()[0])
         for name, values in changes.items():
             self.folder.log(f"note: continuing with another {name}: {values[0]!r} before, {values[1]!r} now")
-        prepare_fused(self.optimizer)
+        optim.prepare_fused(self.optimizer)
         self.step, self.best = state["step"], state["best"]
         self.bad_total, self.seconds = state["bad_total"], state["seconds"]
         self._restore_place(state)
@@ -500,16 +474,13 @@ class Loop:
         results = sorted(p.name for pattern in ("best*.safetensors", "summary.json") for p in run.path.glob(pattern))
         results += [f"metrics of {len(run.epochs)} epochs"] if len(run.epochs) > 1 else []
         if results:
-            raise EverytokenError(
-                f"{run.path} holds results of an earlier run ({', '.join(results)}) and no whole checkpoint. Choose "
-                "another output, or delete the folder."
-            )
+            what = f"{run.path} holds results of an earlier run ({', '.join(results)}) and no whole checkpoint"
+            raise EverytokenError(f"{what}. Choose another output, or delete the folder.")
 
     def _refuse(self, changes: Mapping[str, tuple[Any, Any]], why: str = "") -> None:
         if changes or why:
-            some = list(changes.items())[:3]
-            listed = "".join(f", {name} {before!r} and not {now!r}" for name, (before, now) in some)
-            what = f"{self.folder.path} holds another run{listed}{why and f' ({why})'}"
+            listed = [f", {name} {before!r} and not {now!r}" for name, (before, now) in changes.items()]
+            what = f"{self.folder.path} holds another run{''.join(listed[:3])}{why and f' ({why})'}"
             raise EverytokenError(f"{what}. Choose another output, or repeat its settings to continue it.")
 
 
@@ -522,10 +493,8 @@ class TrainingProgress(ExitStack):
 
     def __init__(self, loop: Loop) -> None:
         super().__init__()
-        self.loop = loop
-        self.images = self.updates = 0
-        self.waited = self.spent = 0.0
-        self.shown = time.monotonic()
+        self.loop, self.shown = loop, time.monotonic()
+        self.images, self.updates, self.waited, self.spent = 0, 0, 0.0, 0.0
         self.values: dict[str, float] = {}  # of the terms, when they were last read
         on_terminal = loop.world.is_main and sys.stderr.isatty()
         self.bar = self.enter_context(Progress("training", "updates", keep=False)) if on_terminal else None
@@ -533,10 +502,8 @@ class TrainingProgress(ExitStack):
     def update(self, terms: Mapping[str, Tensor], images: int, waited: float, spent: float) -> None:
         """Count one update; show and record it when it is time."""
         loop = self.loop
-        self.images += images
-        self.updates += 1
-        self.waited += waited
-        self.spent += spent
+        self.images, self.updates = self.images + images, self.updates + 1
+        self.waited, self.spent = self.waited + waited, self.spent + spent
         last = loop.validation_is_due()
         record = last or loop.step % loop.options.run.log_interval == 0
         pause = 30.0 if self.bar is None else 0.5

@@ -25,8 +25,6 @@ from everytoken.errors import EverytokenError, did_you_mean
 from everytoken_lab.engine.distributed import pick_device
 from everytoken_lab.engine.options import LoopOptions, OptimOptions
 
-_FUSED = (Adam, AdamW, SGD)
-
 
 def check_loop(options: LoopOptions) -> None:
     """Raise on what the training loop cannot work with. For every task, before anything is built."""
@@ -89,7 +87,7 @@ def build_optimizer(module: nn.Module, backbone: nn.Module, options: OptimOption
         groups = param_groups_weight_decay(module, options.weight_decay, no_weight_decay_list=patterns)
     groups = [group for group in groups if group["params"]]
     opt = options.opt.lower()
-    more: dict[str, Any] = {"fused": True} if "_" not in opt and get_optimizer_class(opt) in _FUSED else {}
+    more: dict[str, Any] = {"fused": True} if "_" not in opt and get_optimizer_class(opt) in (Adam, AdamW, SGD) else {}
     optimizer = create_optimizer_v2(groups, opt=opt, lr=lr, weight_decay=0.0, **more)
     prepare_fused(optimizer)
     return optimizer

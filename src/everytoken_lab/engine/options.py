@@ -1,7 +1,16 @@
-"""Options of a training run. Names are timm's where they mean the same; recipes are flat YAML files of these names.
+"""Options of a training run, and recipes: flat YAML files of their names, plus `objectives` and `mixing`.
 
-The groups exist for the reader of `--help`; a recipe does not need to know them. The type of an option holds its range
-and its choices, which `recipe.apply` checks, and whether it only says how to run (`HOW`).
+model: lvvit_s
+batch_size: 128
+lr_base: 1.0e-3
+objectives:
+  token_labeling: {beta: 0.5}
+mixing:
+  mixtoken: {alpha: 1.0}
+
+Names are timm's where they mean the same. The groups exist for the reader of `--help`; a recipe does not need to know
+them. The type of an option holds its range and its choices, which `apply` checks, and whether it only says how to run
+(`HOW`). Unknown keys are errors with suggestions.
 """
 
 from __future__ import annotations
@@ -9,7 +18,7 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -19,6 +28,22 @@ from annotated_types import Interval
 from everytoken.errors import EverytokenError
 from everytoken_lab.data.augment import AugmentOptions
 from everytoken_lab.machine import Workers, default_workers
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from everytoken.errors import did_you_mean
+from everytoken.files import read_bytes
+from everytoken.objectives import registry
+from everytoken_lab import schema
+from everytoken_lab.schema import SchemaError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -36,22 +61,34 @@ HOW = "how to run: does not change what is learnt"
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class BackboneOptions:
+    """The backbone."""
+
+    model: str = ""
+    """timm model name; empty: that of the weights."""
+    weights: str = ""
+    """Start from trained weights: a run folder, a file, timm:NAME, timm (of the model), registry:efficientnet_lite0|1|2
+    or hf-hub:USER/NAME. Empty: from scratch."""
+    drop_path: Fraction = 0.1
+    """Stochastic depth, rising linearly to this rate in the last block."""
+    grad_checkpointing: bool = False
+    """Trade time for memory: recompute activations in the backward pass."""
+    model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
+    """Further arguments of the model's constructor (recipes and --set only)."""
+
+
+@dataclass(frozen=True)
+class ModelOptions(BackboneOptions):
     """The network."""
 
     model: str = ""
     """timm model name; `everytoken models` lists what is supported. Default: that of the weights, else lvvit_t."""
     img_size: NotNegative = 0
     """Side of the square input, in pixels. 0: that of the weights, else 224."""
-    weights: str = ""
-    """Start from trained weights: a run folder, a file, timm:NAME, timm (of the model), registry:efficientnet_lite0|1|2
-    or hf-hub:USER/NAME. Empty: from scratch."""
     drop: Fraction = 0.0
     """Dropout before the classifier."""
     drop_path: Fraction = 0.0
     """Stochastic depth, rising linearly to this rate in the last block."""
-    model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
-    """Further arguments of the model's constructor (recipes and --set only)."""
     token_vote: float = 0.0
     """In validation, add this much of the strongest token logit of each class to the class logits (LV-ViT: 0.5);
     `everytoken eval` and the others then do the same."""
@@ -67,8 +104,6 @@ class ModelOptions:
     logit_adjustment: float = 0.0
     """For classes of unequal size: add this much of the log of each class's prior to its logit in training, so that
     large classes are preferred less. 0: off; 1: all classes count the same."""
-    grad_checkpointing: bool = False
-    """Trade time for memory: recompute activations in the backward pass."""
     torchcompile: bool = False
     """Compile the model with torch.compile: one graph for training, one for validation (docs/scale.md)."""
     channels_last: bool = False
@@ -227,23 +262,6 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
-class BackboneOptions:
-    """The backbone."""
-
-    model: str = ""
-    """timm model name; empty: that of the weights."""
-    weights: str = ""
-    """Start from trained weights: a run folder, a file, timm:NAME, timm (of the model), registry:efficientnet_lite0|1|2
-    or hf-hub:USER/NAME. Empty: from scratch."""
-    drop_path: Fraction = 0.1
-    """Stochastic depth, rising linearly to this rate in the last block."""
-    grad_checkpointing: bool = False
-    """Trade time for memory: recompute activations in the backward pass."""
-    model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
-    """Further arguments of the model's constructor (recipes and --set only)."""
-
-
-@dataclass(frozen=True)
 class DenseOptions:
     """Everything that determines a run; `config.yaml` of a run folder is this, resolved. Tasks add their groups."""
 
@@ -321,8 +339,142 @@ LoopOptions = TrainOptions | DenseOptions
 
 def how_to_run(kind: Any = TrainOptions) -> set[str]:
     """Names of the options that do not change what is learnt."""
-    names: set[str] = set()
+    hints = _flat_form(kind)[0].__annotations__
+    return {name for name, hint in hints.items() if HOW in getattr(hint, "__metadata__", ())}
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+_DICTS = ("objectives", "mixing", "model_kwargs")
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that are shipped."""
+    folder = resources.files("everytoken_lab.recipes")
+    return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
+
+
+def read_recipe(name: str, trust_code: bool = False) -> dict[str, Any]:
+    """The content of a shipped recipe, or of a YAML file of your own (a path that ends in .yaml).
+
+    Args:
+        trust_code: whether it may name objectives by import paths, which are imported then.
+    """
+    content = schema.read_yaml(recipe_text(name), name)
+    values = schema.parse(dict[str, Any], {} if content is None else content, name)
+    if not trust_code:
+        registry.refuse_code(values, name)
+    return values
+
+
+def recipe_text(name: str) -> str:
+    """The text of a shipped recipe or of a file."""
+    if name.endswith((".yaml", ".yml")):
+        try:
+            return read_bytes(name).decode("utf-8")
+        except FileNotFoundError as error:
+            raise SchemaError(f"there is no recipe file {name}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise SchemaError(f"the recipe file {name} cannot be read: {error}") from error
+    if name not in recipe_names():
+        hint = f"{did_you_mean(name, recipe_names())} `everytoken recipes` lists them; your own ends in .yaml"
+        raise SchemaError(f"there is no recipe {name!r}.{hint}")
+    return (resources.files("everytoken_lab.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def header(name: str) -> str:
+    """The comment block on top of a shipped recipe: cost, result, source, and whether it was run."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), recipe_text(name).splitlines())
+    return "\n".join(line.lstrip("# ") for line in lines)
+
+
+@functools.cache
+def _flat_form(kind: type) -> tuple[type, dict[str, str]]:
+    """A dataclass of all options of `kind` without their groups, and the group of each option ("": none)."""
+    types, home = dict[str, Any](), dict[str, str]()
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        group, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
-        names |= how_to_run(group) if is_dataclass(group) else {name} if HOW in marks else set()
-    return names
+        group = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+        grouped = dataclasses.is_dataclass(group)
+        inside = typing.get_type_hints(group, include_extras=True) if grouped else {name: hint}
+        types |= inside
+        home |= dict.fromkeys(inside, name if grouped else "")
+    return dataclasses.make_dataclass("Settings", types.items()), home
+
+
+def apply(options: T, values: Mapping[str, Any], where: str) -> T:
+    """A copy of `options` with flat `values` put into the group that owns each name; types and ranges are checked."""
+    form, home = _flat_form(type(options))
+    for key in values:
+        if key not in home:
+            raise SchemaError(f"{where}: there is no option {key!r}.{did_you_mean(key, home)}")
+    values = {key: {} if value is None and key in _DICTS else value for key, value in values.items()}
+    for key in ("objectives", "mixing"):
+        if isinstance(inner := values.get(key), Mapping):  # `hard:` without settings is `hard: {}`
+            values[key] = {name: {} if fields is None else fields for name, fields in inner.items()}
+    for key, value in flat_names(values).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SchemaError(f"{where}: {key} is {value}, which is not a number to train with.")
+    checked: Any = schema.parse(form, {**flat(options), **values}, where)
+    inside: dict[str, dict[str, Any]] = {group: {} for group in ("", *home.values())}
+    for name, group in home.items():
+        inside[group][name] = getattr(checked, name)
+    new = inside.pop("")
+    groups = {group: replace(getattr(options, group), **fields) for group, fields in inside.items()}
+    return replace(options, **new, **groups)
+
+
+def check_settings(kind: type, settings: Mapping[str, Any], where: str) -> None:
+    """Raise if a value does not fit the type that the constructor of `kind` says for it; unknown names pass."""
+    hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+    for base in () if dataclasses.is_dataclass(kind) else reversed(kind.__mro__[:-1]):
+        hints |= typing.get_type_hints(vars(base).get("__init__", object))  # `**settings` may pass through to a base
+    typed = {name: value for name, value in settings.items() if name in hints}
+    schema.parse(dataclasses.make_dataclass("Settings", [(name, hints[name]) for name in typed]), typed, where)
+
+
+def flat(options: Any) -> dict[str, Any]:
+    """The reverse of `apply`: all options as one flat dict of plain values."""
+    values: dict[str, Any] = {}
+    for name, value in vars(options).items():
+        plain = list(value) if isinstance(value, tuple) else value
+        values |= flat(value) if dataclasses.is_dataclass(value) else {name: plain}
+    return values
+
+
+def flat_names(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested values under names such as `objectives.token_labeling.beta`."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{before}{key}"
+        out |= flat_names(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return out
+
+
+def overrides(assignments: Iterable[str], base: Mapping[str, Any]) -> dict[str, Any]:
+    """`objectives.drloc.weight=0.1` -> nested values, merged into what `base` holds for that name.
+
+    A value is YAML: numbers, true, [1, 2], {a: b}; `null` removes the entry.
+    """
+    values: dict[str, Any] = {}
+    for text in assignments:
+        path, sign, raw = text.partition("=")
+        if not sign:
+            raise SchemaError(f"{text!r} should be NAME=VALUE, for example objectives.drloc.weight=0.1")
+        value = schema.read_yaml(raw, text)
+        first, *rest = path.split(".")
+        if not rest:
+            values[first] = value
+            continue
+        if first not in _DICTS:
+            raise SchemaError(f"{text}: only {', '.join(_DICTS)} have inner names.{did_you_mean(first, _DICTS)}")
+        node = values.setdefault(first, copy.deepcopy(dict(base.get(first) or {})))
+        for name in rest[:-1]:
+            node[name] = {} if node.get(name) is None else node[name]
+            if not isinstance(node[name], dict):
+                raise SchemaError(f"{text}: {name} is {node[name]!r} and has no inner names")
+            node = node[name]
+        node[rest[-1]] = value
+        if value is None:
+            del node[rest[-1]]
+    return values

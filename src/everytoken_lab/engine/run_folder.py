@@ -25,7 +25,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,16 +36,18 @@ from everytoken.files import BusyError, Lock, append, make_inside, plain_json, r
 from everytoken_lab import schema
 from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT
 from everytoken_lab.data.tree import NAMED, SUBSET, network_address
-from everytoken_lab.engine.options import how_to_run
-from everytoken_lab.engine.recipe import flat_names
+from everytoken_lab.engine.options import flat_names, how_to_run
 
 if TYPE_CHECKING:
     from everytoken_lab.engine.track import Tracker
     from everytoken_lab.models.open import OpenModel
 
+from everytoken_lab.data.datasets import DataError, DataSet, open_dataset
+from everytoken_lab.data.labels import find_labels
+from everytoken_lab.data.tree import find_split, split_folder
+from everytoken_lab.models import PUBLISHED
+
 logger = logging.getLogger(__name__)
-PUBLISHED = ("timm:", "registry:", "hf-hub:", "local-dir:")
-"""How the names of weights that are no paths begin; they were not trained on a folder of the user's."""
 CROSS_VALIDATED = "cross-validation"
 """Value of `validation` in config.yaml of a model that was trained on all images: its numbers are out of fold."""
 _FILES = ("config.yaml", "metrics.jsonl", "summary.json", "best.safetensors")
@@ -92,8 +94,7 @@ class Run:
     @property
     def seed(self) -> int | None:
         """The run's seed, None if it is not known."""
-        value = self.config.get("seed")
-        return value if isinstance(value, int) else None
+        return value if isinstance(value := self.config.get("seed"), int) else None
 
     @property
     def planned_epochs(self) -> int:
@@ -161,8 +162,7 @@ class Run:
 
     def last(self, name: str, kind: str = "step") -> float | None:
         """The last value of a column."""
-        curve = self.curve(name, kind)
-        return curve[-1][1] if curve else None
+        return next((value for _, value in reversed(self.curve(name, kind))), None)
 
     def mean(self, name: str) -> float | None:
         """The mean of a column of the steps."""
@@ -181,6 +181,11 @@ class Run:
         """The fraction that is held out of data without validation images."""
         value = self.config.get("val_split")
         return float(value) if _is_number(value) and value else DEFAULT_VAL_SPLIT
+
+    def held_out(self) -> float:
+        """The fraction of its data that it held out; 0 if its data has validation images."""
+        there = self.place()
+        return 0.0 if there is not None and find_split(str(there), "val") else self.val_split
 
     @property
     def cross_validated(self) -> bool:
@@ -202,10 +207,9 @@ class Run:
         """Its images, where they are now. Raises if they are at an address: no file opens a connection by its word."""
         given = str(self.config.get("data") or "")
         if network_address(given):
-            raise EverytokenError(
-                f"{self.path / 'config.yaml'} says that its images are at {given}, and no address is opened because a "
-                "file names it: name it yourself (everytoken eval RUN DATA, everytoken report RUN --data DATA)"
-            )
+            what = f"{self.path / 'config.yaml'} says that its images are at {given}"
+            way = "name it yourself (everytoken eval RUN DATA, everytoken report RUN --data DATA)"
+            raise EverytokenError(f"{what}, and no address is opened because a file names it: {way}")
         return str(self.place() or given)
 
     def names(self, given: str, option: str = "data", part: Callable[[Path], Path] = Path) -> bool | None:
@@ -284,14 +288,10 @@ class RunFolder:
     """Writes the files of one run; on all ranks but the first it is not `writable`, and writes nothing."""
 
     def __init__(self, path: str | Path, writable: bool = True) -> None:
-        self.path = Path(path)
-        self.writable = writable
+        self.path, self.writable = Path(path), writable
+        self.checkpoints = self.path / "checkpoints"
         self.trackers: list[Tracker] = []
         self._opened = False
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     def open(self) -> Lock:
         """Make the folder and take the right to write to it, which ends with this process."""
@@ -305,8 +305,9 @@ class RunFolder:
             what = f"another process is training in {self.path}; wait for it, or choose another output"
             raise EverytokenError(f"{what}.\n{error}") from error
         except OSError as error:
-            what = f"{self.path} cannot be written to ({error.strerror}); choose another output"
-            raise EverytokenError(what) from error
+            raise EverytokenError(
+                f"{self.path} cannot be written to ({error.strerror}); choose another output"
+            ) from error
         self._opened = True
         return lock
 
@@ -331,12 +332,10 @@ class RunFolder:
 
     def log(self, text: str) -> None:
         """Log a line, and keep it in log.txt with the time."""
-        if not self.writable:
-            return
-        logger.info(text)
-        text = schema.shown(text)
+        if self.writable:
+            logger.info(text)
         if self._opened:
-            append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
+            append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {schema.shown(text)}\n".encode())
 
     @contextmanager
     def surviving(self, what: str) -> Iterator[None]:
@@ -400,11 +399,11 @@ def environment() -> dict[str, Any]:
 def _read(path: Path, kind: Any, troubles: list[str]) -> Any:
     """A YAML or JSON file of the run; None if it is not there, or cannot be read, which is added to `troubles`."""
     try:
+        if not path.exists():
+            return None
         if path.suffix == ".json":
-            return schema.read_json(path, kind) if path.exists() else None
+            return schema.read_json(path, kind)
         return schema.parse(kind, schema.read_yaml(files.read_bytes(path), str(path)), str(path))
-    except FileNotFoundError:
-        return None
     except (OSError, schema.SchemaError) as error:
         troubles.append(f"{path.name} cannot be read ({str(error).removeprefix(f'{path}: ').rstrip('.')[:120]})")
         return None
@@ -421,10 +420,9 @@ def _rows(path: Path, troubles: list[str]) -> list[dict[str, Any]]:
         return []
     rows: list[Any] = []
     for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError):
-            rows.append(None)
+        rows.append(None)
+        with suppress(ValueError, RecursionError):
+            rows[-1] = json.loads(line)
     if bad := sum(not isinstance(row, dict) for row in rows[:-1]):
         troubles.append(f"{bad} of {len(lines)} lines of {path.name} cannot be read and are left out")
     return [row for row in rows if isinstance(row, dict)]
@@ -432,3 +430,99 @@ def _rows(path: Path, troubles: list[str]) -> list[dict[str, Any]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# -- what a run held out -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What is known about models and a dataset without validation images.
+
+    Such data is divided by the names of its images, so the same images are found again from `data` and `val_split` in
+    the run's config.yaml. Weights inside a run folder belong to that run. Of other weights nothing can be known, and
+    the user is told.
+    """
+
+    fraction: float  # of the data that the runs held out; 0 if they were not trained on it
+    trained: str  # the first model that was trained on it
+    unknown: str  # the first model of which that cannot be known
+
+    def note(self, data: str, images: int) -> str:
+        """What to say about the images that are used; "" if there is nothing to say."""
+        if self.trained:
+            only = f"only the {images:,} images that it held out ({self.fraction:.0%}) are used here"
+            return f"{self.trained} was trained on {data}: {only if self.fraction else 'these are its training images'}"
+        if self.unknown and not split_folder([Path(data).stem], "val"):
+            doubt = f"it is not known what {self.unknown} was trained on, so its training images may be among them"
+            return f"all {images:,} images of {data} are used; {doubt}"
+        return ""
+
+
+def held_out(
+    sources: Sequence[str],
+    data: str,
+    same: Callable[[Run], bool | None] | None = None,
+    fraction: Callable[[Run], float] = lambda run: run.val_split,
+) -> HeldOut:
+    """What the runs of `sources` held out of `data`.
+
+    Args:
+        same: whether a run was trained on it; None if that cannot be known. Default: whether the paths are the same.
+        fraction: of it that such a run held out; 0 if it had validation images of its own.
+    """
+    fractions, unknown = dict[str, float](), ""
+    for source in sources:
+        if source.startswith(PUBLISHED):
+            continue
+        run = run_of(source)
+        trained = None if run is None else same(run) if same else run.names(data)
+        if run is not None and trained:
+            fractions[source] = fraction(run)
+        elif trained is None:
+            unknown = unknown or source
+    if len(set(fractions.values())) > 1:
+        raise EverytokenError(f"{' and '.join(fractions)} held out different fractions of {data}")
+    trained_on, held = next(iter(fractions.items()), ("", 0.0))
+    return HeldOut(held, trained_on, unknown)
+
+
+def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: bool = True) -> tuple[DataSet, str]:
+    """The images to evaluate models on (run folders, weights files, timm:NAME), and what to say about them.
+
+    Of data without validation images, these are the images that the runs held out, if they were trained on it, else
+    all. `doubt`: say it if it cannot be known whether they were trained on these images.
+    """
+    named = data.startswith(NAMED)
+    if split == "test" and not named and find_split(data, split) is None:
+        raise EverytokenError(f"{data} has no part for {split}. Make a folder {split}/ in it, or choose another split")
+    if split != "val" or (not named and find_split(data, "val")):
+        return open_dataset(data, split), ""
+    if named:
+        try:
+            return open_dataset(data, "val"), ""
+        except DataError:
+            held = held_out(sources, data)
+            if not held.fraction:
+                raise
+    else:
+        held = held_out(sources, data, lambda run: run.names(data, part=_train_folder), Run.held_out)
+    if held.fraction:
+        dataset = open_dataset(data, "val", val_split=held.fraction)
+        return dataset, held.note(data, len(dataset))
+    if train := find_split(data, "train"):
+        way = "Give the run folder of a model that held some out, other images, or split='train' for all of them"
+        raise EverytokenError(f"{data} has no validation images, only {train.name}. {way}")
+    dataset = open_dataset(data, "all")
+    return dataset, held.note(data, len(dataset)) if held.trained or doubt else ""
+
+
+def _train_folder(path: Path) -> Path:
+    """Where training images come from: data with train/ and that train/ itself hold the same; a labels file."""
+    if labels := find_labels(path):
+        return labels
+    try:
+        train = find_split(str(path), "train")
+    except DataError:
+        train = None
+    return train.folder.resolve() if train and train.folder else path

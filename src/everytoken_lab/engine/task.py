@@ -1,23 +1,17 @@
 """What a task is: timm's `TrainingTask` with its data, its validation and what it exports.
 
-classify, segment and detect are subclasses; `loop.run` trains any of them:
-
-    class Detection(Task):
-        def __init__(self, ..., options, world, folder):
-            super().__init__(DenseStep(detector), options, world, folder)
-            self.train_loader = self.loader(train_set, None, options.dataset.batch_size, train=True)
-            self.batches_per_epoch = len(self.train_loader)
-        def train_batches(self, epoch, start): ...
-        def validate(self, module): ...
+Classification, segmentation and detection are subclasses, and `loop.run` trains any of them. A subclass sets
+`batches_per_epoch`, and has at least `backbone`, `train_batches` and `validate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from PIL import Image
 from timm.task import TrainingTask
@@ -34,19 +28,19 @@ from everytoken_lab.engine.run_folder import RunFolder
 from everytoken_lab.progress import Progress
 
 B = TypeVar("B", bound=Sized)
+IMAGES = 8
+"""In the picture of a batch, at most."""
 
 
 def watched(batches: Iterable[B], total: int, world: World) -> Iterator[B]:
     """Hand batches on and show how far validation is: a bar on a terminal, a plain line every half minute elsewhere."""
-    if not world.is_main:
-        yield from batches
-        return
     done = 0
-    with Progress("validation", "images", every=30, keep=False) as progress:
+    with Progress("validation", "images", every=30, keep=False) if world.is_main else nullcontext() as progress:
         for batch in batches:
             yield batch
             done += len(batch) * world.size
-            progress(min(done, total), total)
+            if progress is not None:
+                progress(min(done, total), total)
 
 
 class Task(TrainingTask):
@@ -164,3 +158,10 @@ class Task(TrainingTask):
         """End the loaders' workers."""
         for loader in self.loaders:
             loader.close()
+
+
+def pixels_of(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """Normalised images [B, 3, H, W] as bytes [B, H, W, 3]."""
+    scale, shift = (torch.tensor(values).view(1, -1, 1, 1) for values in (std, mean))
+    pixels = (images.detach().float().cpu() * scale + shift).mul(255).round().clamp(0, 255).byte()
+    return pixels.permute(0, 2, 3, 1).numpy()

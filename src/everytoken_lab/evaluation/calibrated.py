@@ -42,9 +42,8 @@ def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
 
     They are the same where cross-validation judged it.
     """
-    from everytoken_lab.engine.options import TrainOptions
-    from everytoken_lab.engine.recipe import apply
-    from everytoken_lab.training.inputs import Inputs
+    from everytoken_lab.engine.options import TrainOptions, apply
+    from everytoken_lab.training.build import Inputs
 
     settings = {name: value for name, value in run.config.items() if name == "val_split"}
     settings["data"] = data or run.own_data()

@@ -36,7 +36,7 @@ from everytoken_lab.engine.accuracy import (
     real_accuracy,
 )
 from everytoken_lab.engine.distributed import pick_device
-from everytoken_lab.engine.held_out import open_part
+from everytoken_lab.engine.run_folder import open_part
 from everytoken_lab.evaluation import EvalOptions, InferenceOptions, Progress
 from everytoken_lab.evaluation.calibrated import NOT_FINITE
 from everytoken_lab.models.description import Description

@@ -50,9 +50,8 @@ def import_released(
     mode = resize_mode or ("squash" if grid == (15, 15) else "center")
     if mode != "squash" and images is None:
         raise StoreError(
-            f"maps of {grid[0]}x{grid[1]} cells lie on the middle square of their image (token labeling), so the "
-            "images are needed to place them: give the image folder (images), or resize_mode 'squash' if these "
-            "maps cover whole images, as ReLabel's do."
+            f"maps of {grid[0]}x{grid[1]} cells lie on the middle square of their image: give the images to place them "
+            "(the image folder, images), or resize_mode 'squash' if they cover whole images, as ReLabel's do."
         )
     annotator, notes = {"name": "released maps"}, []
     if resize_mode is None:
@@ -115,16 +114,16 @@ def _match(label_files: list[str], images: Path | None) -> dict[str, str]:
     there, claims = set(label_files), Counter(paths.values())
     if not there & claims.keys():
         example = next((f"{key} would need {file}" for key, file in paths.items()), "it has no images")
+        what = f"for example, {example}; the label files look like {label_files[0]}"
         raise StoreError(
-            f"no image of {images} has a label file (for example, {example}; the label files look like "
-            f"{label_files[0]}). Give the folders that hold the class folders."
+            f"no image of {images} has a label file ({what}). Give the folders that hold the class folders."
         )
-    found = {}
+    found = dict(paths)
     for key, file in paths.items():
-        name = file.removesuffix(".pt")
-        found[key] = file if claims[file] == 1 else f"shares its label file {name} with others"
         if file not in there:
-            found[key] = f"there is no label file {name}"
+            found[key] = f"there is no label file {file.removesuffix('.pt')}"
+        elif claims[file] > 1:
+            found[key] = f"shares its label file {file.removesuffix('.pt')} with others"
     return found
 
 

@@ -88,10 +88,9 @@ def load_photo(path: Path, size: tuple[int, int]) -> tuple[Image.Image | None, s
             photo = ImageOps.exif_transpose(opened).convert("RGB")
     except ImageError as error:
         return None, f"cannot show {error}"
-    remark = ""
-    if size != (0, 0) and abs(photo.width / photo.height - size[0] / size[1]) > 0.02 * size[0] / size[1]:
-        remark = f"the image is not the annotated one: it was {size[0]}x{size[1]}, is {full[0]}x{full[1]}"
-    return draw.fit_photo(photo), remark
+    changed = size != (0, 0) and abs(photo.width / photo.height - size[0] / size[1]) > 0.02 * size[0] / size[1]
+    remark = f"the image is not the annotated one: it was {size[0]}x{size[1]}, is {full[0]}x{full[1]}"
+    return draw.fit_photo(photo), remark if changed else ""
 
 
 def _row(

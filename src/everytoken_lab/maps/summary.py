@@ -41,8 +41,7 @@ def probability(scores: NDArray[np.floating], num_classes: int, listed: int) -> 
     scores = scores.astype(np.float32)
     shift = np.maximum(scores.max(axis=-1, keepdims=True), 0)
     powers = np.exp(scores - shift)
-    rest = (num_classes - listed) * np.exp(-shift)
-    return powers / (powers.sum(axis=-1, keepdims=True) + rest)
+    return powers / (powers.sum(axis=-1, keepdims=True) + (num_classes - listed) * np.exp(-shift))
 
 
 def summarize(score_map: ScoreMap, num_classes: int) -> MapSummary:
@@ -114,6 +113,5 @@ def summarize_store(maps: Maps, limit: int = 512, label_of: Callable[[str], int 
             images.append(summary.image_class == label)
             cells.append((summary.top[summary.inside] == label).mean())
     agree = [float(np.mean(values)) for values in (images, cells) if values]
-    return StoreSummary(
-        len(vocabulary), *(float(np.mean(values or [0.0])) for values in (vocabulary, confidence)), *agree
-    )
+    means = [float(np.mean(values or [0.0])) for values in (vocabulary, confidence)]
+    return StoreSummary(len(vocabulary), *means, *agree)

@@ -6,6 +6,7 @@ constructors.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -86,9 +87,8 @@ class Description:
         allowed = constructor_arguments(info.architecture)
         for name, value in info.arguments.items():
             if name not in allowed or any(number > _LARGEST for number in integers(value)):
-                raise schema.SchemaError(
-                    f"{where}: its description has the argument {name}={value!r}, which no {info.architecture} takes."
-                )
+                what = f"{where}: its description has the argument {name}={value!r}"
+                raise schema.SchemaError(f"{what}, which no {info.architecture} takes.")
         return info
 
 
@@ -125,9 +125,8 @@ def timm_config(backbone: nn.Module, info: Description) -> dict[str, Any]:
 def check_architecture(name: str, where: str = "") -> None:
     """Refuse what is not the name of a model that timm has registered, with or without a tag of weights."""
     if ":" in name or "/" in name or not timm.is_model(name.split(".")[0]):
-        raise EverytokenError(
-            f"{where}{': ' if where else ''}timm has no model {name!r}.{did_you_mean(name, timm.list_models())}"
-        )
+        place, hint = f"{where}: " if where else "", did_you_mean(name, timm.list_models())
+        raise EverytokenError(f"{place}timm has no model {name!r}.{hint}")
 
 
 @cache
@@ -154,9 +153,8 @@ def create_sized(name: str, arguments: Mapping[str, Any], **more: Any) -> tuple[
     try:
         return timm.create_model(name, **used, **more), used
     except TypeError:
-        if "img_size" not in used:
+        if used.pop("img_size", None) is None:
             raise
-    del used["img_size"]
     return timm.create_model(name, **used, **more), used
 
 
@@ -203,3 +201,13 @@ def describe(path: Path) -> Description | None:
 def token_head_file(weights: Path) -> Path:
     """Where the token head of a weights file is kept, if it is not part of the backbone."""
     return weights.with_name(weights.name.removesuffix(".safetensors") + ".token_head.safetensors")
+
+
+def weights_hash(module: nn.Module) -> str:
+    """SHA-256 of all weights with their names, types and shapes: which annotator it was, beyond its name."""
+    digest = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        plain = value.detach().cpu().contiguous()
+        digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
+    return digest.hexdigest()

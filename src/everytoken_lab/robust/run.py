@@ -23,14 +23,14 @@ from torchvision.transforms import Normalize
 from everytoken import keyed
 from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, read_bytes, refuse_link, write_atomically
-from everytoken_lab.annotators.annotator import weights_hash
 from everytoken_lab.classes import ClassMatch, imagenet_numbers, match_classes
 from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.engine.accuracy import Predictions, read_real, real_sets
-from everytoken_lab.engine.held_out import open_part
+from everytoken_lab.engine.run_folder import open_part
 from everytoken_lab.evaluation.run import Inference, Voter, open_with
+from everytoken_lab.models.description import weights_hash
 from everytoken_lab.robust import Progress, RobustOptions, attacks
 from everytoken_lab.robust.attacks import Attack, AttackBatch, Model
 from everytoken_lab.robust.corruptions import corrupt, stored

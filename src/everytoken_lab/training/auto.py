@@ -10,12 +10,10 @@
     auto.json      what was decided and measured so far: a run that was interrupted goes on from here
     (the rest)     the run of the model that was kept
 
-**What the numbers are estimates of.** Where the data has validation photos, they judge everything. Where it has none,
-both models are judged by cross-validation and then trained on all photos. The linear head has five folds: its estimate
-is that of heads which saw four fifths of the photos. Fine-tuning has two, and is compared with linear heads that were
-fitted on the same halves. If the 95 % interval of the difference in log loss lies below zero, it is repeated on all
-photos and kept: its estimate is that of models which saw half of them. Otherwise the linear head is kept: the simpler
-model wins where the evidence does not decide.
+Where the data has validation photos, they judge everything. Where it has none, both models are judged by
+cross-validation and then trained on all photos: the linear head with five folds, fine-tuning with two, compared with
+linear heads that were fitted on the same halves. Fine-tuning is kept if the 95 % interval of the difference in log loss
+lies below zero; otherwise the simpler model is.
 
 The budget is turned into updates once, before fine-tuning, and the recipe has them: a run that is continued does not
 decide anew. If photos or classes were added since, the next run gets a folder of its own (`photos-2`) and goes on with
@@ -39,6 +37,7 @@ from everytoken.errors import EverytokenError
 from everytoken.files import refuse_link
 from everytoken_lab import schema
 from everytoken_lab.annotators import AnnotateOptions
+from everytoken_lab.annotators.annotator import FOLDER, save_heads
 from everytoken_lab.annotators.features import (
     Candidate,
     Choice,
@@ -48,36 +47,23 @@ from everytoken_lab.annotators.features import (
     choose_backbone,
     fit_features,
 )
-from everytoken_lab.annotators.fit import FOLDER, save_heads
 from everytoken_lab.annotators.job import run_job, summarise
 from everytoken_lab.annotators.linear import FOLDS, LinearHead, fit_head
 from everytoken_lab.calibration import calibrate, fit_temperature
 from everytoken_lab.data.datasets import DataSet, keys_hash
 from everytoken_lab.data.duplicates import alike, read_facts
 from everytoken_lab.data.tree import dataset_title, network_address
-from everytoken_lab.engine.accuracy import AnyPredictions, predictions_of
+from everytoken_lab.engine.accuracy import predictions_of
 from everytoken_lab.engine.checkpoint import write_weights
-from everytoken_lab.engine.options import AutoOptions, TrainOptions, how_to_run
-from everytoken_lab.engine.recipe import apply, flat, read_recipe
+from everytoken_lab.engine.options import AutoOptions, TrainOptions, apply, flat, how_to_run, read_recipe
 from everytoken_lab.engine.run_folder import CROSS_VALIDATED, Run, RunFolder, read_run
 from everytoken_lab.machine import cores, free_disk
 from everytoken_lab.models.description import timm_config
 from everytoken_lab.models.open import fetch_modern
+from everytoken_lab.training import tuning
+from everytoken_lab.training.build import Inputs, complete, excluded, has_validation
 from everytoken_lab.training.classify import train_with
-from everytoken_lab.training.inputs import Inputs, complete, excluded, has_validation
-from everytoken_lab.training.keep import RIVAL, judges_of, keep, save_answers, training, trainings, words
-from everytoken_lab.training.tuning import (
-    BATCH,
-    MOST_EPOCHS,
-    USUAL_UPDATES,
-    Job,
-    Story,
-    candidate_of,
-    free_memory,
-    settings,
-    tunable,
-    updates_in_time,
-)
+from everytoken_lab.training.tuning import Job, Story
 
 METHOD = "logistic regression on frozen features"
 MINUTES = 20.0
@@ -87,13 +73,7 @@ _SIMILAR = 0.9  # cosine of the features of two photos that may be the same
 _TOKENS = {"token_labeling": {"beta": 0.5, "class_target": "truth"}}
 
 
-def train_photos(
-    options: TrainOptions,
-    asked: Set[str] = frozenset(),
-    auto: AutoOptions | None = None,
-    trust_code: bool = False,
-    inputs: Inputs | None = None,
-) -> Run:
+def train_photos(options: TrainOptions, asked: Set[str], auto: AutoOptions, trust_code: bool, inputs: Inputs) -> Run:
     """The best classifier that this machine can make of these photos in the given time.
 
     Args:
@@ -102,7 +82,7 @@ def train_photos(
         auto: the budget.
         trust_code: whether a recipe.yaml that was edited may name objectives by import paths.
     """
-    auto, started, inputs = auto or AutoOptions(), time.monotonic(), inputs or Inputs()
+    started = time.monotonic()
     train, val = _open(options, inputs)
     images = keys_hash(train) + (keys_hash(val) if val is not None else "")
     output, previous = _folder(options, images)
@@ -117,8 +97,7 @@ def train_photos(
             folder.log(f"{output} is finished. {story.result['text']}")
             return read_run(output)
         if story.updates is None:
-            seconds = 60 * (auto.minutes or MINUTES)
-            job = Job(options, asked, inputs, train, val, output, story, seconds, started)
+            job = Job(options, asked, inputs, train, val, output, story, 60 * (auto.minutes or MINUTES), started)
             _look(job)
             choice, groups = _choose(job, previous, auto.offline)
             _fit(job, choice)
@@ -126,16 +105,16 @@ def train_photos(
                 story.say("No fine-tuning, as asked (--linear).")
             story.updates = 0 if auto.linear else _plan(job, choice, groups)
             story.write(folder)
-        tuning, photos = None, train if val is None else val
+        recipe, photos = None, train if val is None else val
         if story.updates:
-            tuning = complete(read_tuning(output, options, trust_code), inputs=inputs)
-            for which, part in trainings(inputs, val is None):
-                train_with(training(tuning, output, which), part, reported=False)
-        story.result = keep(output, tuning, inputs)
+            recipe = complete(read_tuning(output, options, trust_code), inputs=inputs)
+            for which, part in tuning.trainings(inputs, val is None):
+                train_with(tuning.training(recipe, output, which), part, reported=False)
+        story.result = tuning.keep(output, recipe, inputs)
         story.write(folder)
         folder.log(story.result["text"])
-        if tuning is not None and story.result["kept"] == "fine-tuned":
-            photos = judges_of(tuning, inputs, val is None)
+        if recipe is not None and story.result["kept"] == "fine-tuned":
+            photos = inputs.undivided(recipe) if val is None else inputs.splits(recipe)[1]
         with folder.surviving("report.html"):
             read_run(output).report(output / "report.html", data=network_address(options.data), images=photos)
     return read_run(output)
@@ -148,10 +127,8 @@ def _open(options: TrainOptions, inputs: Inputs) -> tuple[DataSet, DataSet | Non
     if not options.data:
         raise EverytokenError("data is empty: name the images to train on (everytoken train DATA)")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise EverytokenError(
-            "training without a recipe runs in one process. Start it without torchrun; its recipe.yaml can then be "
-            "trained with many (--recipe)"
-        )
+        way = "Start it without torchrun; its recipe.yaml can then be trained with many (--recipe)"
+        raise EverytokenError(f"training without a recipe runs in one process. {way}")
     train, val = inputs.splits(options)[:2] if has_validation(options) else (inputs.undivided(options), None)
     if options.maps not in ("", "none") and train.multi_label:
         raise EverytokenError(
@@ -176,21 +153,19 @@ def _folder(options: TrainOptions, images: str) -> tuple[Path, Path | None]:
 
 def _look(job: Job) -> None:
     """Say what there is."""
-    counts = job.train.class_counts()
+    train, counts = job.train, job.train.class_counts()
     each = f"{counts.min():,}" if counts.min() == counts.max() else f"{counts.min():,} to {counts.max():,}"
     judged = f"{FOLDS}-fold cross-validation" if job.val is None else f"{len(job.val):,} validation photos"
-    kind = " (multi-label)" if job.train.multi_label else ""
-    job.story.say(
-        f"Photos: {len(job.train):,} of {job.train.num_classes} classes, {each} of each{kind}; judged by {judged}."
-    )
-    memory, disk = (f"{size / 2**30:.0f} GB" for size in (free_memory(job.device), free_disk(job.output)))
+    each += " of each (multi-label)" if train.multi_label else " of each"
+    job.story.say(f"Photos: {len(train):,} of {train.num_classes} classes, {each}; judged by {judged}.")
+    memory, disk = (f"{size / 2**30:.0f} GB" for size in (tuning.free_memory(job.device), free_disk(job.output)))
     job.story.say(f"Machine: {job.device.type}, {cores()} cores, {memory} of free memory, {disk} of free disk.")
     if job.adjustment:
-        job.story.say(
-            f"Imbalance: the largest class has {counts.max() / max(1, counts.min()):.1f} times as many photos as the "
-            f"smallest. Logits are adjusted by {job.adjustment:g} of the class priors, so that rare classes are found "
-            "more often."
+        times = f"{counts.max() / max(1, counts.min()):.1f} times as many photos as the smallest"
+        how = (
+            f"Logits are adjusted by {job.adjustment:g} of the class priors, so that rare classes are found more often"
         )
+        job.story.say(f"Imbalance: the largest class has {times}. {how}.")
 
 
 # -- choose ------------------------------------------------------------------------------------------------------------
@@ -206,16 +181,9 @@ def _choose(job: Job, previous: Path | None, offline: bool) -> tuple[Choice, lis
         offered = [Candidate(before.backbone, before.img_size, before.squash)]
         story.features = str(Path(before.features or previous / "features").resolve())
         story.say(f"Continuing {previous}: its backbone and its features. Only new photos are computed.")
-    choice = choose_backbone(
-        job.train,
-        offered,
-        job.cache,
-        seconds=job.seconds * _LOOKING,
-        seed=job.options.run.seed,
-        device=job.device,
-        workers=job.options.dataset.workers,
-    )
-    chosen = candidate_of(choice.backbone)
+    how: dict[str, Any] = {"seed": job.options.run.seed, "workers": job.options.dataset.workers, "device": job.device}
+    choice = choose_backbone(job.train, offered, job.cache, seconds=job.seconds * _LOOKING, **how)
+    chosen = choice.backbone.candidate
     story.backbone, story.img_size, story.squash = chosen.name, chosen.img_size, chosen.squash
     if len(choice.trials) > 1:
         tried = ", ".join(f"{trial.candidate} {trial.accuracy:.1%}" for trial in choice.trials)
@@ -268,23 +236,22 @@ def _fit(job: Job, choice: Choice) -> None:
     train, fit, folder, offset = job.train, choice.fit, job.output / "linear", job.offset
     head = LinearHead(fit.head.weight, fit.head.bias - offset)
     data, features, logits = train, choice.features, torch.from_numpy(fit.out_of_fold) - offset
-    answers = out_of_fold = _answers(features.readable, fit.labels, logits)
+    answers = out_of_fold = predictions_of(features.readable, fit.labels, logits)
     skipped = {train.key(i): reason for i, reason in features.failures.items()}
     if job.val is not None:
         data, features = job.val, job.features(job.val, choice.backbone)
         skipped |= {data.key(i): reason for i, reason in features.failures.items()}
         logits = head(torch.from_numpy(features.values[features.readable]))
-        answers = _answers(features.readable, data.labels[features.readable], logits)
+        answers = predictions_of(features.readable, data.labels[features.readable], logits)
     if folder.exists():  # of a start that was killed
         shutil.rmtree(folder)
-    writer = RunFolder(folder)
+    writer, chosen = RunFolder(folder), vars(job.options.dataset)
     model, info = choice.backbone.with_head(head, train.class_names)
     info = replace(info, multi_label=train.multi_label)
-    chosen = {name: getattr(job.options.dataset, name) for name in ("val_split", "exclude", "corrections")}
     config: dict[str, Any] = {
         "method": METHOD,
         "data": job.options.data,
-        **{name: value for name, value in chosen.items() if value},
+        **{name: chosen[name] for name in ("val_split", "exclude", "corrections") if chosen[name]},
         "validation": CROSS_VALIDATED if job.val is None else "held-out images",
         "model": info.architecture,
         "weights": choice.backbone.name,
@@ -298,15 +265,9 @@ def _fit(job: Job, choice: Choice) -> None:
     write_weights(folder / "best.safetensors", model.state_dict(), info.to_metadata())
     calibration = calibrate(logits.numpy(), data.labels[features.readable])
     nothing = {"epochs": 0, "updates": 0, "seconds": round(choice.features.seconds, 2)}
-    save_answers(writer, answers, data, skipped, calibration, nothing)
-    job.story.say(
-        f"First model: a linear head on {choice.backbone.name}, {words(answers, FOLDS if job.val is None else 0)}, "
-        f"after {time.monotonic() - job.started:.0f} s: {folder}"
-    )
-
-
-def _answers(rows: np.ndarray, labels: np.ndarray, logits: torch.Tensor) -> AnyPredictions:
-    return predictions_of(torch.from_numpy(rows), torch.from_numpy(labels), logits)
+    tuning.save_answers(writer, tuning.Judged(data, answers, calibration, skipped), nothing)
+    judged, seconds = tuning.words(answers, FOLDS if job.val is None else 0), time.monotonic() - job.started
+    job.story.say(f"First model: a linear head on {choice.backbone.name}, {judged}, after {seconds:.0f} s: {folder}")
 
 
 # -- fine-tune ---------------------------------------------------------------------------------------------------------
@@ -316,7 +277,7 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     """Write recipe.yaml and what fine-tuning starts from and is compared with; its updates, 0: there is none."""
     options, output, story, crossed = job.options, job.output, job.story, job.val is None
     timed = not {"epochs", "iters"} & job.asked
-    tuned = tunable(job, choice, trainings=3 if crossed else 1) if timed else choice
+    tuned = tuning.tunable(job, choice, trainings=3 if crossed else 1) if timed else choice
     if tuned is None:
         return 0
     judges, held = job.train, choice.features
@@ -326,9 +287,8 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     keep = np.array([i for i in range(len(job.train)) if job.train.key(i) not in left_out])
     folds = {"": (keep, held.readable)}  # rows of the photos to train on, and of those that judge
     if crossed:
-        halves = apply(options, {"val_split": 0.5}, "halves")
-        names = set(job.inputs.splits(halves)[0].keys())
-        judges, held = job.train.subset(keep), _rows(choice.features, keep)
+        names = set(job.inputs.splits(apply(options, {"val_split": 0.5}, "halves"))[0].keys())
+        judges, held = job.train.subset(keep), choice.features.rows(keep)
         inside = np.array([key in names for key in judges.keys()])  # noqa: SIM118
         folds = {"-1": (keep[inside], np.flatnonzero(~inside)), "-2": (keep[~inside], np.flatnonzero(inside))}
     images = min(len(rows) for rows, _ in folds.values())  # the smaller half fills a batch, too
@@ -338,7 +298,7 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     starts = _starts(job, choice, tuned, keep, folds, (judges, held))
     judging = sum(len(rest) for _, rest in folds.values())
     which = next(iter(folds))
-    values = settings(job, tuned.backbone, images, judging)
+    values = tuning.settings(job, tuned.backbone, images, judging)
     values |= {"weights": str(output / f"start{which}.safetensors"), **({"val_split": 0.5} if crossed else {})}
     values |= {"logit_adjustment": job.adjustment} if job.adjustment else {}
     if left_out:
@@ -362,8 +322,8 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     updates = 1
     if timed:
         decided = apply(options, {"maps": "", **values}, "decisions")
-        most = max(USUAL_UPDATES, MOST_EPOCHS * len(keep) // BATCH)
-        updates = min(most, updates_in_time(job, decided, tuned.backbone, judging, len(starts)))
+        most = max(tuning.USUAL_UPDATES, tuning.MOST_EPOCHS * len(keep) // tuning.BATCH)
+        updates = min(most, tuning.updates_in_time(job, decided, tuned.backbone, judging, len(starts)))
         values |= {"iters": updates}
     if updates:
         _write_recipe(job, values, images)
@@ -392,7 +352,8 @@ def _starts(
     judged = np.sort(np.concatenate([rest for _, rest in folds.values()]))
     logits, labels = logits[judged], data.labels[judged]
     logits /= fit_temperature(logits.numpy(), labels)
-    _answers(judged, labels, logits).save(job.output / "linear" / RIVAL, note=keys_hash(data))
+    answers = predictions_of(judged, labels, logits)
+    answers.save(job.output / "linear" / tuning.RIVAL, note=keys_hash(data))
     for which, head in heads.items():
         model, info = tuned.backbone.with_head(LinearHead(head.weight, head.bias - job.offset), job.train.class_names)
         info = replace(info, multi_label=job.train.multi_label)
@@ -423,29 +384,23 @@ def _excluded(job: Job, features: Features, groups: list[str], held: Features) -
     return found
 
 
-def _rows(features: Features, keep: np.ndarray) -> Features:
-    failures = {new: features.failures[old] for new, old in enumerate(keep.tolist()) if old in features.failures}
-    digests = [features.digests[i] for i in keep]
-    return replace(features, values=features.values[keep], digests=digests, failures=failures)
-
-
 def _annotate(job: Job, tuned: Choice, rows: np.ndarray, place: Path) -> float:
     """Score maps of some training photos by the heads of their folds; how often they name the class of the folder.
 
     As often as the head that they come from, or something is wrong.
     """
-    data, train, features = job.options.dataset, job.train.subset(rows), _rows(tuned.features, rows)
+    data, train, features = job.options.dataset, job.train.subset(rows), tuned.features.rows(rows)
     start = replace(tuned, features=features, fit=fit_features(features, train, seed=job.options.run.seed))
     settings = AnnotateOptions(workers=data.workers, val_split=data.val_split, device=str(job.device))
     if not (place / FOLDER / "linear.json").is_file():
-        save_heads((start, np.arange(len(train))), train, place / FOLDER, settings)
+        save_heads(start, np.arange(len(train)), train, place / FOLDER, settings)
     run_job(train, place, "fit", settings)
     agree = summarise(place, train, range(train.num_classes)).images_agree or 0.0
     if agree < start.fit.accuracy / 2:
-        raise EverytokenError(
-            f"the maps in {place} name the class of {agree:.0%} of the photos only, and the head that they come from "
-            f"{start.fit.accuracy:.0%}: they are not used. Train without maps, and please report this"
+        what = (
+            f"the maps in {place} name the class of {agree:.0%} of the photos, and their head {start.fit.accuracy:.0%}"
         )
+        raise EverytokenError(f"{what}: they are not used. Train without maps, and please report this")
     return agree
 
 

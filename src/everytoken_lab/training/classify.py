@@ -1,10 +1,10 @@
-"""`train`: the classification task, and the functions that train it."""
+"""`train`: the classification task, the functions that train it, and the picture of its first batch."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
+from everytoken.functional import CompactTarget, from_labels
 from everytoken.maps import Maps
 from everytoken.mixing import MIXERS
 from everytoken.mixing.guided import GuidedMixer
+from everytoken.mixing.mix import Mix, apply_to_pixels, mix_token_target
 from everytoken.models.common import make_attention_explicit
+from everytoken.objectives.token_labeling import FromMaps, TokenLabeling
+from everytoken_lab import draw
+from everytoken_lab.classes import shown_name
 from everytoken_lab.engine.accuracy import AnyPredictions, join_predictions, predictions_of
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.loop import run
-from everytoken_lab.engine.options import AutoOptions, TrainOptions
-from everytoken_lab.engine.recipe import apply, read_recipe
+from everytoken_lab.engine.options import AutoOptions, TrainOptions, apply, read_recipe
 from everytoken_lab.engine.run_folder import Run, RunFolder
-from everytoken_lab.engine.task import Task, watched
+from everytoken_lab.engine.task import IMAGES, Task, pixels_of, watched
 from everytoken_lab.models.description import timm_config
-from everytoken_lab.training.batch_picture import batch_picture
-from everytoken_lab.training.build import ClassifierSetup, build
-from everytoken_lab.training.inputs import Inputs, complete, default_output
+from everytoken_lab.models.open import below
+from everytoken_lab.training.build import ClassifierSetup, Inputs, build, complete, default_output
 
 
 class Classification(Task):
@@ -75,14 +78,13 @@ class Classification(Task):
 
     def picture(self, batch: Batch) -> Image.Image | None:
         """The batch as it is mixed, with what its tokens are to learn."""
-        step, view, store = self.setup.step, self.setup.eval_view, self.setup.store
+        setup, view = self.setup, self.setup.eval_view
         guided = any(issubclass(MIXERS[name], GuidedMixer) for name in self.options.mixing if name in MIXERS)
         if not guided or not self.options.run.fsdp:  # a network that is sharded answers to all processes at once only
-            batch = step.mixed(batch)
-        token_names = store.class_names if store is not None else ()
-        names = self.setup.train_set.class_names
-        objectives = [m for m in step.objectives.values() if isinstance(m, nn.Module)]
-        return batch_picture(batch, objectives, self.setup.grid, names, token_names, view.mean, view.std)
+            batch = setup.step.mixed(batch)
+        token_names = setup.store.class_names if setup.store is not None else ()
+        objectives, names = setup.step.objectives.values(), setup.train_set.class_names
+        return batch_picture(batch, objectives, setup.grid, names, token_names, view.mean, view.std)
 
     def validate(self, module: nn.Module) -> dict[str, float]:
         """Every validation image exactly once, over all processes; "score" is top-1, or mAP if multi-label."""
@@ -102,19 +104,16 @@ class Classification(Task):
             predictions.append(predictions_of(batch.indices, batch.labels, logits))
         if self.options.run.fsdp and self.world.size > 1:
             # sharded weights are gathered in every pass, so a process with fewer batches runs empty ones
-            size, device = self.options.model.img_size, self.world.device
+            empty = Batch(torch.zeros(1, 3, *self.setup.description.img_size, device=self.world.device))
             for _ in range(len(predictions), max(self.world.gather(len(predictions)))):
                 with self.autocast():
-                    module(Batch(torch.zeros(1, 3, size, size, device=device)))
+                    module(empty)
         return join_predictions([p for of_rank in self.world.gather(predictions) for p in of_rank])
 
     def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """The plain timm model and, if it is separate, the token head."""
         prefixes = {"": "model.backbone.", ".token_head": "model.token_head."}
-        files = {
-            suffix: {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            for suffix, prefix in prefixes.items()
-        }
+        files = {suffix: below(prefix, state) for suffix, prefix in prefixes.items()}
         return {suffix: tensors for suffix, tensors in files.items() if tensors}
 
     def metadata(self) -> dict[str, str]:
@@ -202,7 +201,7 @@ def train(
     """
     settings = TrainOptions()
     if recipe:
-        settings = dataclasses.replace(apply(settings, read_recipe(recipe, trust_code), recipe), recipe=recipe)
+        settings = replace(apply(settings, read_recipe(recipe, trust_code), recipe), recipe=recipe)
     store = maps.path if isinstance(maps, Maps) else maps
     given = {"data": str(data), **({"maps": str(store)} if store else {}), **options}
     for name, changes in (("objectives", objectives), ("mixing", mixing)):
@@ -221,9 +220,8 @@ def decides_itself(options: TrainOptions, auto: AutoOptions) -> bool:
     open_choice = not (options.recipe or options.model.model or options.objectives or options.mixing)
     wanted = bool(auto.minutes) or auto.linear or options.maps == "auto"
     if wanted and not open_choice:
-        raise EverytokenError(
-            "minutes, linear and maps='auto' are for training without a recipe, model, objectives and mixing"
-        )
+        what = "minutes, linear and maps='auto'"
+        raise EverytokenError(f"{what} are for training without a recipe, model, objectives and mixing")
     return open_choice and (wanted or not (options.model.weights or options.maps))
 
 
@@ -241,3 +239,91 @@ def start(
 
         return train_photos(options, asked, auto, trust_code, inputs)
     return train_with(complete(options, asked, assignments, trust_code, inputs), inputs)
+
+
+# -- batch.jpg ---------------------------------------------------------------------------------------------------------
+
+
+def batch_picture(
+    batch: Batch,
+    objectives: Iterable[Any],
+    grid: tuple[int, int],
+    class_names: Sequence[str],
+    token_names: Sequence[str] = (),
+    mean: Sequence[float] = (0.485, 0.456, 0.406),
+    std: Sequence[float] = (0.229, 0.224, 0.225),
+) -> Image.Image:
+    """The first images of a batch as the network gets them, with the labels of their tokens drawn on them.
+
+    Crops, flips, colours and mixing are those of the batch, so a look at it tells whether labels are where things are.
+    The labels come from score maps; without maps, if images are mixed, from the images' own labels. Tokens that are
+    mixed after the patch embedding (MixToken) are shown as if their pixels had been mixed.
+
+    Args:
+        grid: (h, w) of the tokens.
+        class_names, token_names: of the class head, and of the maps.
+        mean, std: that the images are normalised with.
+    """
+    images, mix, count = batch.images, batch.mix, min(IMAGES, len(batch))
+    if mix is not None and mix.of_tokens is not None:
+        images = apply_to_pixels(images, _as_pixels(mix.of_tokens, (images.shape[-2], images.shape[-1])))
+    target, from_maps = _token_target(batch, objectives, grid, len(class_names))
+    names = [shown_name(name) for name in (token_names if from_maps and token_names else class_names)]
+    colours, cards = draw.ClassColours(names), []
+    for i, pixels in enumerate(pixels_of(images[:count], mean, std)):
+        photo, legend = draw.fit_photo(Image.fromarray(pixels)), list[draw.Entry]()
+        panels = [draw.Panel("what the network gets", photo)]
+        if target is not None:
+            own = target[slice(i, i + 1)]
+            classes = torch.where(own.weight > 0.5, own.top_class(), -1)[0].cpu().numpy()
+            confidence = own.dense().amax(-1).clamp(0, 1)[0].cpu().numpy()
+            source = "from its score map" if from_maps else "by what is shown there"
+            overlay, legend = draw.class_picture(photo, classes, confidence, names.__getitem__, colours)
+            legend += [draw.Entry(draw.OTHER, "no label")] if (classes < 0).any() else []
+            panels.append(draw.Panel("labels of its tokens", overlay, source))
+        key = batch.keys[i] if i < len(batch.keys) else f"image {i}"
+        cards.append(draw.Card(key, [draw.Row(_label(batch, i, class_names), panels, legend)]))
+    how = "not mixed" if mix is None else f"{mix.level} mixed"
+    meaning = "" if target is None else "colours: classes, stronger where the label is surer"
+    return draw.draw_sheet(f"The first batch: {count} of {len(batch)} images, {how}", meaning, cards, 2)
+
+
+def _as_pixels(mix: Mix, size: tuple[int, int]) -> Mix:
+    """A mix of tokens as if it were one of the pixels below them."""
+    return replace(mix, mask=mix.at(size), level="pixels", tokens=None)
+
+
+def _token_target(
+    batch: Batch, objectives: Iterable[Any], grid: tuple[int, int], num_classes: int
+) -> tuple[CompactTarget | None, bool]:
+    """Labels of the tokens of the mixed images (None: nothing to show), and whether they come from maps."""
+    for objective in objectives:
+        if isinstance(objective, TokenLabeling):
+            target, _ = objective.token_target(batch, grid)
+            tokens = None if batch.mix is None else batch.mix.of_tokens
+            # the loss puts such tokens back to their own images; here they stay where they are
+            return (target if tokens is None or not tokens.unmixes else mix_token_target(target, tokens)), True
+        if isinstance(objective, FromMaps) and "token_logits" in objective.requires:
+            target = batch.token_target or objective.map_targets(batch, grid).tokens
+            return (target if batch.mix is None else mix_token_target(target, batch.mix)), True
+    if batch.mix is None or batch.labels is None or batch.labels.dim() > 1:  # multi-label: the place is not known
+        return None, False
+    image, shape = from_labels(batch.labels, num_classes), (len(batch), *grid)
+    mass, background, weight = (x[:, None, None] for x in (image.mass, image.background, image.weight))
+    everywhere = mass.expand(*shape, -1), background.expand(shape), weight.expand(shape)
+    return mix_token_target(CompactTarget(image.classes, *everywhere, num_classes), batch.mix), False
+
+
+def _label(batch: Batch, i: int, class_names: Sequence[str]) -> str:
+    """The label of the image and of its partner, with their fractions of the area."""
+
+    def words(label: Tensor) -> str:
+        classes = label.nonzero().flatten().tolist() if label.dim() else [int(label)]
+        return ", ".join(shown_name(class_names[c]) for c in classes if 0 <= c < len(class_names)) or "no label"
+
+    if batch.labels is None:
+        return ""
+    own, mix = words(batch.labels[i]), batch.mix
+    if mix is None or (ratio := float(mix.ratio[i])) == 1:
+        return f"label: {own}"
+    return f"label: {own} {ratio:.0%} + {words(batch.labels[mix.partner[i]])} {1 - ratio:.0%}"
