@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from everytoken_lab.cli._tables import print_some
+from everytoken_lab.cli._print import print_some
 from everytoken_lab.machine import Workers, default_workers
 from everytoken_lab.schema import counted, say
 

@@ -13,7 +13,7 @@ import tyro
 from everytoken.errors import EverytokenError
 from everytoken.files import write_picture
 from everytoken.maps import Maps, verify
-from everytoken_lab.cli._tables import print_facts, print_some
+from everytoken_lab.cli._print import print_facts, print_some
 from everytoken_lab.maps.released import import_released
 from everytoken_lab.maps.summary import StoreSummary, summarize_store
 from everytoken_lab.progress import Progress

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken_lab.cli._tables import print_facts, print_table
+from everytoken_lab.cli._print import print_facts, print_table
 from everytoken_lab.schema import say
 
 if TYPE_CHECKING:

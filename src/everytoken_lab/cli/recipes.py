@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from everytoken_lab.cli._tables import print_table
+from everytoken_lab.cli._print import print_table
 from everytoken_lab.schema import say
 
 
