@@ -7,8 +7,7 @@ import pytest
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.engine.run_folder import RunFolder, find_runs, read_run
-from everytoken_lab.reports.collect import report
-from everytoken_lab.reports.groups import config_differences, difference, differences, group_runs
+from everytoken_lab.reports.collect import config_differences, difference, differences, group_runs, report
 
 
 def write_run(path, score: float, seed: int, epochs: int = 2, done: int = 2, **config):

@@ -41,8 +41,8 @@ class Doctor:
 
 
 def main(options: Doctor) -> int:
-    from everytoken_lab.doctor import SHOWN
-    from everytoken_lab.doctor.diagnose import diagnose
+    from everytoken_lab.doctor import diagnose
+    from everytoken_lab.doctor.images import SHOWN
     from everytoken_lab.progress import Progress
 
     findings = diagnose(options.paths, Progress, options.sample, options.workers, options.labels, options.out)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 
@@ -11,7 +13,6 @@ from everytoken.errors import EverytokenError, did_you_mean
 from everytoken_lab.data.datasets import DataSet, open_dataset
 from everytoken_lab.data.duplicates import ImageFacts, equal_groups, near_pairs, read_all
 from everytoken_lab.data.tree import NAMED, find_split
-from everytoken_lab.doctor import Finding, Level
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.schema import counted
 
@@ -19,6 +20,31 @@ TINY = 10  # images of a class below which it can hardly be learned
 FEW = 50  # images per class (median) below which training from scratch learns little
 IMBALANCE = 10.0  # largest class / smallest class
 Splits = dict[str, DataSet]
+Level = Literal["error", "warning", "note"]
+SHOWN = 5  # examples
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding.
+
+    Attributes:
+        level: error: training would stop or be wrong; warning: results would be worse; note: good to know.
+        code: a short fixed name, for scripts.
+        what: what was found; where: the file, folder or part of the machine; todo: what to do about it.
+        examples: all images or files, of which the first few are shown.
+    """
+
+    level: Level
+    code: str
+    what: str
+    where: str
+    todo: str = ""
+    examples: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As a plain dictionary."""
+        return {**asdict(self), "examples": list(self.examples[:SHOWN]), "count": len(self.examples)}
 
 
 def open_splits(spec: str) -> tuple[Splits, list[Finding]]:

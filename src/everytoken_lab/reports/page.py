@@ -19,8 +19,7 @@ from everytoken.files import plain_json
 from everytoken_lab import draw, schema
 from everytoken_lab.engine.accuracy import Predictions
 from everytoken_lab.engine.run_folder import Run
-from everytoken_lab.reports.collect import Report
-from everytoken_lab.reports.groups import Difference, Group
+from everytoken_lab.reports.collect import Difference, Group, Report
 from everytoken_lab.reports.predictions import PredictedRun
 from everytoken_lab.stats import Estimate, compared, paired_difference, percentage
 
