@@ -10,7 +10,6 @@ from PIL import Image
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.cli import main
-from everytoken_lab.demo import collages
 from everytoken_lab.demo import images as source
 from everytoken_lab.demo import run as runner
 from everytoken_lab.stats import mean
@@ -52,7 +51,7 @@ def solid(count: int, classes: int = 5) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("grid", [(3, 3), (9, 9), (7, 5), (1, 1)])
 def test_a_cell_belongs_to_the_tile_under_its_centre(grid):
-    made = collages.make_collages(*solid(20), 4, "test")
+    made = runner.make_collages(*solid(20), 4, "test")
     height, width = made.pictures.shape[1:3]
     rows, columns = (
         ((np.arange(n) + 0.5) / n * side).astype(int) for n, side in zip(grid, (height, width), strict=True)
@@ -78,13 +77,13 @@ def test_only_labels_of_their_own_place_teach_tokens_where_they_are():
             return None, 9.0 * torch.nn.functional.one_hot(shown, 5)
 
     opened = SimpleNamespace(model=Model(), info=SimpleNamespace(mean=(0.0,) * 3, std=(1.0,) * 3))
-    train, test = (collages.make_collages(*solid(50), count, str(count)) for count in (60, 20))
-    found = {outcome.way: outcome for outcome in collages.compare_labels(train, test, opened)}
+    train, test = (runner.make_collages(*solid(50), count, str(count)) for count in (60, 20))
+    found = {outcome.way: outcome for outcome in runner.compare_labels(train, test, opened)}
     assert found["token labels"].right.low > found["one for all"].right.high
     assert found["token labels"].right.value > 85
     truth = test.truth((3, 3))
     assert found["one for all"].right.value == pytest.approx(100 * (found["one for all"].cells == truth).mean())
-    assert collages.collage_picture(test, list(found.values()), list("abcde")).width > 4 * 288
+    assert runner.collage_picture(test, list(found.values()), list("abcde")).width > 4 * 288
 
 
 def test_a_twentieth_of_the_labels_is_exchanged(tmp_path):
@@ -114,7 +113,7 @@ def small(monkeypatch):
         return path
 
     monkeypatch.setattr(runner, "_photos", lambda out, photos: drawn(out / "photos.jpg"))
-    outcomes = [collages.Outcome(way, np.zeros((1, 1, 1)), mean([1.0, 2.0])) for way in collages.WAYS]
+    outcomes = [runner.Outcome(way, np.zeros((1, 1, 1)), mean([1.0, 2.0])) for way in runner.WAYS]
     monkeypatch.setattr(runner, "_collages", lambda images, place, out: (outcomes, drawn(out / "collages.jpg")))
 
 
