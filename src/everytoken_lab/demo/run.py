@@ -147,7 +147,7 @@ def _photos(out: Path, photos: Sequence[Path]) -> Path:
         found = draw.object_overlay(np.asarray(photo), boxes, [""] * len(boxes), [0] * len(boxes), masks)
         panels = [draw.Panel("photo", photo), draw.Panel("what each part looks like", painted)]
         panels.append(draw.Panel("where the object is", found))
-        cards.append(draw.draw_card(draw.Card(file.name, [draw.Row("", panels, legend[:9])], side=480)))
+        cards.append(draw.Card(file.name, [draw.Row("", panels, legend[:9])], side=480))
         say(f"   {file.name}: {', '.join(entry.name for entry in legend[:3])}")
     write_picture(path, draw.draw_sheet("Every token says what it sees", f"{EYES}, as it was downloaded", cards))
     say(f"   -> {path}")
@@ -318,5 +318,5 @@ def collage_picture(test: Collages, outcomes: Sequence[Outcome], names: Sequence
             painted, _ = draw.class_picture(photo, cells, np.ones(cells.shape), names.__getitem__, colours)
             panels.append(draw.Panel(outcome.way, painted, f"{(cells == truth).mean():.0%} of the cells right"))
         _, legend = draw.class_picture(photo, truth, np.ones(truth.shape), names.__getitem__, colours)
-        cards.append(draw.draw_card(draw.Card("", [draw.Row("", panels, legend)], side=TILES * TILE)))
+        cards.append(draw.Card("", [draw.Row("", panels, legend)], side=TILES * TILE))
     return draw.draw_sheet("Does every cell name its own tile?", "one linear head for each kind of label", cards)

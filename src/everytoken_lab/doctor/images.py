@@ -11,7 +11,7 @@ import numpy as np
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken_lab.data.datasets import DataSet, open_dataset
-from everytoken_lab.data.duplicates import ImageFacts, equal_groups, near_pairs, read_all
+from everytoken_lab.data.duplicates import ImageFacts, equal_pairs, near_pairs, read_all
 from everytoken_lab.data.tree import NAMED, find_split
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.schema import counted
@@ -141,9 +141,8 @@ def _duplicates(spec: str, splits: Splits, seen: dict[str, dict[int, ImageFacts]
     facts = [seen[name][index] for name, index in places]
     files = [splits[name].where(index) for name, index in places]
     labels = [splits[name].label_text(index) for name, index in places]
-    same_bytes = [(group[0], other) for group in equal_groups(facts) for other in group[1:]]
     alike: tuple[tuple[str, str, Level, Sequence[tuple[int, int]]], ...] = (
-        ("duplicate", "the same bytes", "error", same_bytes),
+        ("duplicate", "the same bytes", "error", equal_pairs(facts)),
         ("near-duplicate", "nearly the same pixels", "warning", near_pairs(facts)),
     )
     for code, same, leak, pairs in alike:
