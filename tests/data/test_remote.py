@@ -5,38 +5,26 @@ from __future__ import annotations
 import io
 import os
 import signal
-import tarfile
 import time
 from types import SimpleNamespace
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from PIL import Image
 
 from everytoken_lab.data import archives
 from everytoken_lab.data.datasets import DataError, open_dataset
 from everytoken_lab.engine.task import Task
 
+from .conftest import jpeg, tar_of
+
 SHARDS = 4
-
-
-def jpeg(value):
-    file = io.BytesIO()
-    Image.new("RGB", (12, 10), (value, 100, 50)).save(file, "JPEG")
-    return file.getvalue()
 
 
 def shard(number):
     """Four samples with labels."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for i in range(4):
-            for name, data in ((f"{number}{i}.jpg", jpeg(number * 10 + i)), (f"{number}{i}.cls", b"%d" % (i % 2))):
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-    return file.getvalue()
+    images = ((f"{number}{i}.jpg", jpeg(number * 10 + i)) for i in range(4))
+    return tar_of([*images, *((f"{number}{i}.cls", b"%d" % (i % 2)) for i in range(4))])
 
 
 @pytest.fixture
