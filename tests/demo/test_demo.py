@@ -1,5 +1,6 @@
 """The demo's images and its way through the commands."""
 
+import io
 import json
 from types import SimpleNamespace
 
@@ -15,22 +16,22 @@ from everytoken_lab.demo import run as runner
 from everytoken_lab.stats import mean
 
 
-def test_without_a_network_the_digits_are_taken_and_it_is_said(monkeypatch, tmp_path):
-    def offline():
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(source, "_from_home_page", offline)
-    monkeypatch.setattr(source, "_from_npm", offline)
+def test_a_wrong_download_is_refused_and_without_another_the_digits_are_taken(monkeypatch, tmp_path):
+    monkeypatch.setattr(source.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(b"not CIFAR-10"))
+    monkeypatch.setattr(source.shutil, "which", lambda name: None)
     told = []
     found = source.find_images(told.append, tmp_path)
     assert "digits" in found.origin
-    assert sum("not there: no route to host" in line for line in told) == 2
+    assert [line for line in told if "not there" in line] == [
+        "  not there: what came is not CIFAR-10 (its hash differs)",
+        "  not there: the npm client is not installed",
+    ]
     source.write_tree(found, tmp_path / "tree", 50, 20)
     assert len(list((tmp_path / "tree/train").rglob("*.png"))) == 50
     assert len(list((tmp_path / "tree/val").rglob("*.png"))) == 20
 
 
-def test_a_download_is_cached_and_a_wrong_one_refused(monkeypatch, tmp_path):
+def test_a_download_is_cached(monkeypatch, tmp_path):
     arrays = {
         "x": np.zeros((4, 32, 32, 3), np.uint8), "y": np.arange(4),
         "vx": np.zeros((2, 32, 32, 3), np.uint8), "vy": np.arange(2),

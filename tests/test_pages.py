@@ -1,4 +1,4 @@
-"""The code of README.md and of three pages, run as it stands but for its sizes."""
+"""The code of README.md and of the pages, run as it stands but for its sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch import distributed
+from torch.utils.data import DataLoader, TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -61,8 +62,18 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+def blocks(page: Path) -> list[str]:
+    """The blocks of Python on a page."""
+    return [part.split("```")[0] for part in page.read_text(encoding="utf-8").split("```python\n")[1:]]
+
+
+def titles(page: Path) -> list[str]:
+    """The headings of its sections."""
+    return [part.split("\n")[0] for part in page.read_text(encoding="utf-8").split("\n## ")[1:]]
+
+
 def snippet(page: Path, smaller: dict[str, str]) -> str:
-    code = page.read_text().split("```python\n")[1].split("```")[0]
+    code = blocks(page)[0]
     for large, small in smaller.items():
         assert large in code
         code = code.replace(large, small)
@@ -107,7 +118,7 @@ def test_the_commands_are_functions(here, capsys):
 
 def test_the_objective_of_the_page_trains_by_its_import_path(here, monkeypatch):
     text = (DOCS / "own-objective.md").read_text(encoding="utf-8")
-    (here / "smooth_tokens.py").write_text(text.split("```python\n")[1].split("```")[0])
+    (here / "smooth_tokens.py").write_text(blocks(DOCS / "own-objective.md")[0])
     monkeypatch.syspath_prepend(str(here))
     command = next(line for line in text.splitlines() if line.startswith("PYTHONPATH"))
     small = "--model test_vit --img-size 160 --epochs 1 --warmup-epochs 0 --batch-size 4 --workers 0 --device cpu"
@@ -115,3 +126,92 @@ def test_the_objective_of_the_page_trains_by_its_import_path(here, monkeypatch):
     sys.modules.pop("smooth_tokens")
     rows = (json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines())
     assert any(0 < value < 2 for row in rows for name, value in row.items() if name.endswith("jumps"))
+
+
+def seeded(make):
+    """A function that makes a step, with the same first weights each time."""
+
+    def again():
+        torch.manual_seed(0)
+        return make()
+
+    return again
+
+
+# Other training code: every block trains the backbone, and leaves plain timm weights
+
+FRAMEWORKS = ["lightning", "transformers", "torchvision"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("number", range(len(FRAMEWORKS)), ids=FRAMEWORKS)
+def test_the_block_trains_every_weight_of_a_plain_timm_model(number, tmp_path, monkeypatch):
+    pytest.importorskip(FRAMEWORKS[number])
+    monkeypatch.chdir(tmp_path)
+    first, *others = blocks(DOCS / "frameworks.md")
+    assert len(others) == len(titles(DOCS / "frameworks.md")) == len(FRAMEWORKS)
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(16, 3, 32, 32, generator=generator), torch.arange(16) % 10
+    loader = DataLoader(TensorDataset(images, labels), 8)
+    columns = [{"pixel_values": image, "labels": label} for image, label in zip(images, labels, strict=True)]
+    names = {"train_loader": loader, "val_loader": loader, "columns": columns}
+    exec(first, names)
+    names["make_step"] = seeded(names["make_step"])
+    before = names["make_step"]().model.backbone.state_dict()
+    exec(others[number], names)
+    after = names["weights"]
+    assert [name for name, value in before.items() if torch.equal(value, after[name].cpu())] == []
+    timm.create_model("vit_nano_patch4_32", num_classes=10).load_state_dict(after)
+
+
+# Loops of one's own: every block runs in two processes, which keep the same weights
+
+FIRST_LOOP, *LOOPS = blocks(DOCS / "own-loops.md")
+LOOP_TITLES = titles(DOCS / "own-loops.md")
+
+
+def whole(parameter):
+    """A parameter, put together if it is sharded."""
+    value = parameter.detach()
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _rank(rank, folder, code, answers):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"file://{folder}/join", rank=rank, world_size=2)
+    generator = torch.Generator().manual_seed(rank)
+    loader = [(torch.randn(4, 3, 32, 32, generator=generator), torch.arange(4)) for _ in range(4)]
+    names = {"loader": loader}
+    exec(FIRST_LOOP, names)
+    torch._dynamo.config.cache_size_limit = 64
+    compile_model = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda self: compile_model(self, backend="aot_eager")  # inductor takes minutes on a CPU
+    names["make_step"] = seeded(names["make_step"])  # as a loop does that starts from weights
+    start = [p.detach().clone() for p in names["make_step"]().parameters()]
+    exec(code, names)
+    step = names["step"]
+    weights = [whole(p) for p in step.parameters()]
+    moved = sum(not torch.equal(a, b) for a, b in zip(start, weights, strict=True))
+    average = names.get("average")
+    more = [] if average is None else [p.detach() for p in average.parameters()]
+    answers.put((rank, float(names["loss"].detach()), moved / len(start), [w.tolist() for w in [*weights, *more]]))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("number", range(len(LOOPS)), ids=LOOP_TITLES[: len(LOOPS)])
+def test_the_loop_trains_one_model_in_two_processes(number, tmp_path):
+    context = torch.multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    ranks = [context.Process(target=_rank, args=(rank, tmp_path, LOOPS[number], answers)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    first, second = sorted((answers.get() for _ in ranks), key=lambda answer: answer[0])
+    for process in ranks:
+        process.join()
+    assert first[1] != second[1]  # other images
+    assert first[2] == second[2] == 1  # every parameter learns
+    assert first[3] == second[3]  # the same weights
+
+
+def test_the_loops_are_those_of_the_sections():
+    assert len(LOOPS) == LOOP_TITLES.index("Without TokenStep") == 6
