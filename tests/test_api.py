@@ -72,19 +72,6 @@ def test_the_loop_of_the_page_about_drloc_trains_its_network_too(images):
     torch.testing.assert_close(loss, F.cross_entropy(view.logits, LABELS) + objectives["drloc"](view)["loss"])
 
 
-def test_tl_align_on_any_timm_model(images):
-    for name in ("vit_nano_patch4_32", "swin_nano_patch2_window4_32", "test_resnet"):
-        torch.manual_seed(0)
-        plain = timm.create_model(name, num_classes=10)
-        mixed, mix = et.CutMix()(images)
-        with et.aligned(plain, mix) as shares:
-            logits = plain(mixed)
-        loss = shares.cross_entropy(logits, LABELS)
-        loss.backward()
-        assert loss.isfinite()
-        assert shares.shares.image.shape == (4,)
-
-
 def test_token_labels_with_a_batch_made_by_hand(model, images):
     rng = np.random.default_rng(0)
     records = []

@@ -20,7 +20,6 @@ from everytoken.objectives.drloc import Drloc
 from everytoken.objectives.hard import HardLabels
 from everytoken.objectives.registry import build_objectives
 from everytoken.step import FrozenTeacher, TokenStep
-from everytoken.timm_task import TokenTask
 from everytoken_lab.engine.options import ModelOptions, TrainOptions
 from everytoken_lab.training.build import build_backbone
 
@@ -109,40 +108,6 @@ def test_a_teacher_sees_the_images_in_its_own_normalisation_and_stays_out_of_the
     assert not any("teacher" in name for name in step.state_dict())
     step(batch())["loss"].backward()
     assert all(p.grad is None for p in other.parameters())
-
-
-@pytest.mark.parametrize(
-    ("objectives", "mixing"),
-    [
-        ({"hard": {}}, {}),
-        ({"hard": {}, "drloc": {}}, {"cutmix": {}}),
-        ({"tl_align": {}}, {"cutmix": {}}),
-        ({"hard": {}}, {"mixtoken": {}}),
-    ],
-)
-def test_the_objectives_train_as_a_timm_task(objectives, mixing):
-    from timm.optim import create_optimizer_v2
-
-    torch.manual_seed(0)
-    plain = timm.create_model("vit_tiny_patch16_224", **VIT)
-    task = TokenTask(plain, objectives, mixing, verbose=False)
-    task.setup_ema(decay=0.9)
-    optimizer = create_optimizer_v2(task.get_trainable_module(), "adamw", lr=3e-3)
-    data = batch(8)
-    losses = []
-    for _ in range(12):
-        result = task(data.images, data.labels)
-        optimizer.zero_grad()
-        result["loss"].backward()
-        optimizer.step()
-        task.update_ema()
-        losses.append(float(result["loss"].detach()))
-    assert losses[-1] < losses[0]
-    assert result["output"].shape == (8, 4)
-    state = task.get_checkpoint_state()
-    assert list(state["state_dict"]) == list(timm.create_model("vit_tiny_patch16_224", **VIT).state_dict())
-    assert task.get_eval_model() is plain
-    assert task.get_checkpoint_state(ema=True)["state_dict_ema"].keys() == state["state_dict"].keys()
 
 
 @pytest.mark.parametrize("wrong", [{"tokn": {}}, {"token_labeling": {"betta": 1}}])

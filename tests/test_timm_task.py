@@ -158,6 +158,7 @@ def test_timms_script_trains_with_score_maps_as_the_documentation_shows(photos, 
         task.update_ema(step=number)
     assert set(result) >= {"loss", "output", "token_labeling/class", "token_labeling/token", "drloc/l1"}
     assert result["output"].shape == (12, 3)
+    assert task.get_eval_model() is task.get_trainable_module().model.backbone
     after = task.get_trainable_module().state_dict()
     for part in ("model.backbone.patch_embed.", "model.token_head.", "objectives.drloc."):
         names = [name for name in after if name.startswith(part)]
