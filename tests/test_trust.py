@@ -99,9 +99,10 @@ def test_onnxruntime_reports_nothing_and_leaves_no_device_id(watched):
 
 def test_mlflow_reports_nothing_and_leaves_no_installation_id(watched, tmp_path):
     pytest.importorskip("mlflow")
-    code = "import pathlib; from everytoken_lab.engine.track import MLflow; MLflow('birds', pathlib.Path(), {}).close()"
+    code = "from pathlib import Path; from everytoken_lab.engine.track import MLflow\n"
+    code += "MLflow('birds', Path(), {'id': 'a'}, {}).close()"
     store = {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/mlflow", "MLFLOW_ALLOW_FILE_STORE": "true"}
-    assert watched(code, **store) == ("", [], ["trackers.json"])
+    assert watched(code, **store) == ("", [], [])
 
 
 def test_commands_turn_off_the_reports_of_the_hub_and_of_wandb(watched):
@@ -470,6 +471,7 @@ def test_names_of_files_and_classes_stay_in_their_line(name, trained, photos, tm
     said = capsys.readouterr()
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", said.out + said.err)
     assert len([line for line in said.out.splitlines() if line]) == 1
+    assert main(["explain", str(trained), str(folder / "photo.png"), "--out", str(tmp_path / "out")]) == 0  # is drawn
 
 
 # -- hangs ------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 from scipy import ndimage
 
+from everytoken_lab.schema import one_line
+
 # The first ten classes; these colours can be told apart on a photograph. Grey is for the rest.
 PALETTE = (
     *("#e6194b", "#3cb4ff", "#ffd21e", "#2fbf71", "#b15be3"),
@@ -134,7 +136,7 @@ def _name_area(picture: Image.Image, covered: NDArray[np.bool_], name: str) -> N
     if depth.max() < size:
         return
     y, x = np.unravel_index(depth.argmax(), depth.shape)
-    text, font = name.split(",")[0][:24], font_of(size, latin=name.isascii())
+    text, font = one_line(name.split(",")[0][:24]), font_of(size, latin=name.isascii())
     draw = ImageDraw.Draw(picture)
     half = draw.textlength(text, font=font) / 2 + 3
     left = min(max(float(x), half), max(half, picture.width - half))
@@ -254,7 +256,7 @@ def draw_text(
     middle: bool = False,
 ) -> None:
     """Text that is cut to ``width`` with an ellipsis at its end, or in its middle for paths."""
-    text = text.encode("utf-8", "replace").decode("utf-8")
+    text = one_line(text)
     font = font_of(size, latin=all(letter < "\u0250" or letter in "…·" for letter in text))
     cut, keep = text, len(text)
     while draw.textlength(cut, font=font) > width and keep > 1:
