@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +34,14 @@ from everytoken_lab.models.open import _downloading, open_model
 from everytoken_lab.training.classify import train
 
 SRC = Path(__file__).parent.parent / "src"
-SWITCHES = ("ORT_", "HF_", "MLFLOW_", "WANDB_", "DO_NOT_TRACK", "DISABLE_TELEMETRY")
+
+
+@cache
+def calls():
+    """(file, call) of all calls in the packages."""
+    files = [(path.relative_to(SRC).as_posix(), ast.parse(path.read_text())) for path in SRC.rglob("*.py")]
+    return [(name, node) for name, tree in files for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
 
 # -- telemetry --------------------------------------------------------------------------------------------------------
 
@@ -337,16 +345,8 @@ def test_a_folder_in_an_output_folder_is_not_a_link(trained, photos, tmp_path, c
 
 def test_output_is_written_by_one_module():
     """`everytoken.files`: no plain writing anywhere else, which would follow links and could be torn."""
-    home = {
-        "everytoken/files.py",
-        "everytoken_lab/data/archives.py",
-    }  # the latter in files that `open_new` made
-    found = []
-    for path in SRC.rglob("*.py"):
-        if path.relative_to(SRC).as_posix() not in home:
-            calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-            found += [f"{path.relative_to(SRC)}:{call.lineno}" for call in calls if writes(call)]
-    assert found == []
+    home = ("everytoken/files.py", "everytoken_lab/data/archives.py")  # the latter in files that `open_new` made
+    assert [f"{name}:{call.lineno}" for name, call in calls() if name not in home and writes(call)] == []
 
 
 def writes(call):
@@ -436,16 +436,9 @@ def test_people_see_neither_secrets_nor_what_steers_a_terminal(text, seen, capsy
 
 def test_text_is_printed_by_one_function():
     """`schema.say`: nothing else prints names that come from outside."""
-    found = []
-    for path in SRC.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                "print",
-                "sys.stdout.write",
-                "sys.stderr.write",
-            ):
-                found.append(path.name)
-    assert sorted(found) == ["images.py", "images.py", "schema.py"]
+    printing = ("print", "sys.stdout.write", "sys.stderr.write")
+    found = [name for name, call in calls() if ast.unparse(call.func) in printing]
+    assert sorted(found) == [*["everytoken_lab/demo/images.py"] * 2, "everytoken_lab/schema.py"]
 
 
 def test_a_page_a_card_and_the_record_of_a_start_have_no_secrets(foreign, tmp_path, monkeypatch, capsys):
@@ -479,16 +472,10 @@ def test_names_of_files_and_classes_stay_in_their_line(name, trained, photos, tm
 
 def test_input_is_read_by_one_module():
     """`everytoken.files`: no plain reading anywhere else, which would wait for pipes and read devices for ever."""
-    home = {"everytoken/files.py", "everytoken_lab/machine.py"}  # the latter in /proc and /sys
-    found = []
-    for path in SRC.rglob("*.py"):
-        name = path.relative_to(SRC).as_posix()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or name in home:
-                continue
-            call = ast.unparse(node)
-            if re.search(r"\.read_(text|bytes)\(|^open\(|\.open\(['\"]r", call) and "resources.files" not in call:
-                found.append(f"{name}: {call[:60]}")
+    home = ("everytoken/files.py", "everytoken_lab/machine.py")  # the latter in /proc and /sys
+    texts = [(name, ast.unparse(call)) for name, call in calls() if name not in home]
+    reads = re.compile(r"\.read_(text|bytes)\(|^open\(|\.open\(['\"]r")
+    found = [f"{name}: {text[:60]}" for name, text in texts if reads.search(text) and "resources.files" not in text]
     assert [line for line in found if "files.read_bytes" not in line] == []
 
 

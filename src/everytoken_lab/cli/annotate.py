@@ -44,7 +44,7 @@ class Annotate(AnnotateOptions):
 
 def main(options: Annotate) -> int:
     from everytoken_lab.annotators.job import run_job
-    from everytoken_lab.progress import Progress
+    from everytoken_lab.terminal import Progress
 
     with Progress("annotating", "images") as progress:
         plain = schema.from_keywords(AnnotateOptions, values_of(options, AnnotateOptions), "annotate")

@@ -12,10 +12,9 @@ import tyro
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
 from everytoken_lab.cli._parse import Source, check_source, values_of
-from everytoken_lab.cli._print import print_classes, print_facts
 from everytoken_lab.evaluation import EvalOptions
-from everytoken_lab.progress import Progress
 from everytoken_lab.schema import say
+from everytoken_lab.terminal import Progress, print_classes, print_facts
 
 if TYPE_CHECKING:
     from everytoken_lab.evaluation.run import Evaluation

@@ -13,11 +13,10 @@ import tyro
 from everytoken.errors import EverytokenError
 from everytoken.files import write_picture
 from everytoken.maps import Maps, verify
-from everytoken_lab.cli._print import print_facts, print_some
 from everytoken_lab.maps.released import import_released
 from everytoken_lab.maps.summary import StoreSummary, summarize_store
-from everytoken_lab.progress import Progress
 from everytoken_lab.schema import say
+from everytoken_lab.terminal import Progress, print_facts, print_some
 
 Store = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS", help="Folder of the store.")]
 

@@ -13,8 +13,8 @@ import tyro
 
 from everytoken_lab.cli._parse import Source, check_source, values_of
 from everytoken_lab.evaluation import PredictOptions
-from everytoken_lab.progress import Progress
 from everytoken_lab.schema import counted, one_line, say
+from everytoken_lab.terminal import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,8 +37,8 @@ class ReportCommand(ReportOptions):
 def main(options: ReportCommand) -> None:
     if not options.runs:
         raise EverytokenError("name at least one run folder: everytoken report runs/mine --out report.html")
-    from everytoken_lab.progress import Progress
     from everytoken_lab.reports.collect import report
+    from everytoken_lab.terminal import Progress
 
     settings = values_of(options, ReportOptions)
     result = report(options.runs, options.out, progress=lambda title: Progress(title, "images"), **settings)

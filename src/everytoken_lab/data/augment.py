@@ -94,7 +94,7 @@ def _size(img_size: int | tuple[int, int]) -> tuple[int, int]:
 
 def mean_colour(mean: Sequence[float]) -> tuple[int, int, int]:
     """The mean of the normalisation as a colour, 0..255: what the network sees where there is no image."""
-    red, green, blue = (min(255, round(255 * value)) for value in mean)
+    red, green, blue = map(_byte, mean)
     return red, green, blue
 
 

@@ -129,7 +129,6 @@ def _photos(out: Path, photos: Sequence[Path]) -> Path:
     path = out / "photos.jpg"
     files = list(photos) or _samples(out)
     opened = open_model(EYES, img_size=EYES_SIDE)
-    opened.model.eval()
     locator, colours, cards = Locator(opened), draw.ClassColours(), []
     for file in files:
         picture = Picture(file, str(file))
@@ -175,7 +174,6 @@ def _folder(images: Images, out: Path) -> Path:
 def _collages(images: Images, place: Path, out: Path) -> tuple[list[Outcome], Path]:
     pixels, labels = images.train
     opened = open_model(place, img_size=TILES * TILE)
-    opened.model.eval()
     train = make_collages(pixels, labels, TRAIN, "train")
     test = make_collages(*images.val, TEST, "test")
     outcomes = compare_labels(train, test, opened)

@@ -16,7 +16,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,6 @@ from everytoken_lab.evaluation.run import Inference, evaluate
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.models.description import describe
 from everytoken_lab.models.open import OpenModel, find_weights, open_model
-from everytoken_lab.stats import Estimate
 
 CACHE = "report-predictions.npz"
 MISTAKES, OTHERS = 2000, 100  # photos on a page, at most
@@ -85,16 +83,6 @@ class PredictedRun:
     def names(self) -> list[str]:
         """Of the classes, for people."""
         return [shown_name(name) for name in self.class_names]
-
-    @property
-    def multi_label(self) -> bool:
-        """Whether an image may have several labels."""
-        return isinstance(self.predictions, MultiLabelPredictions)
-
-    @cached_property
-    def score(self) -> Estimate:
-        """Top-1, or mAP of multi-label images, in percent, with its interval over the images."""
-        return self.predictions.accuracy
 
 
 def predict_run(

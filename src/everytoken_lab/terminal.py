@@ -1,13 +1,15 @@
-"""What commands print: tables, facts, lists, and the evaluations and predictions of segmentation and detection."""
+"""What people see on the terminal: how far a job is, tables, facts, lists, and the results of dense tasks."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import rich.progress
 from rich.console import Console
 from rich.table import Table
 
@@ -16,6 +18,74 @@ from everytoken_lab.schema import counted, one_line, say, shown
 
 if TYPE_CHECKING:
     from everytoken_lab.dense.common import Evaluation
+
+
+def clock(seconds: float) -> str:
+    """90 -> '1:30'; 7300 -> '2:01:40'."""
+    whole = int(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+class Progress:
+    """Shows the progress of a command on stderr: a bar, or a plain line now and then when nobody watches.
+
+    A context manager, called with (done, total). The rate is measured from the first call on: opening data and models
+    is not part of it.
+
+    Args:
+        job: its name.
+        unit: what is counted, "files" for example; "B" for bytes.
+        every: seconds between plain lines.
+        keep: leave the bar on the terminal when the job is done.
+    """
+
+    def __init__(self, job: str, unit: str, every: float = 10.0, keep: bool = True) -> None:
+        self.job, self.unit, self.every = job, unit, every
+        self._last = 0.0
+        self._first: tuple[float, int] | None = None  # when, and what was done then
+        console = Console(stderr=True)
+        columns = (
+            rich.progress.TextColumn("{task.description}", markup=False),
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.fields[rate]}"),
+            rich.progress.TimeRemainingColumn(),
+        )
+        silent = not console.is_terminal
+        self._bar = rich.progress.Progress(*columns, console=console, transient=not keep, disable=silent)
+        self._task = self._bar.add_task(job, total=None, rate="")
+
+    def __call__(self, done: int, total: int, doing: str = "") -> None:
+        """Show how far it is; `doing` is shown behind the name of the job."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self._last = (now, done), now
+        rate = (done - self._first[1]) / max(now - self._first[0], 1e-9)
+        amount = f"{self._amount(done).removesuffix(f' {self.unit}')} of {self._amount(total)}"
+        amount += f", {self._amount(rate)}/s" if rate > 0 else ""
+        title = shown(f"{self.job} {doing}").rstrip()
+        self._bar.update(self._task, description=title, completed=done, total=total, rate=amount)
+        if self._bar.disable and now - self._last >= self.every:
+            self._last = now
+            left = f", {clock((total - done) / rate)} left" if rate > 0 else ""
+            say(f"{title}: {amount}{left}", file=sys.stderr)
+
+    def _amount(self, number: float) -> str:
+        if self.unit == "B":
+            return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+        few = isinstance(number, float) and number < 10  # a rate
+        return f"{number:.2g} {self.unit}" if few else f"{number:,.0f} {self.unit}"
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._bar.disable:  # which prints an empty line otherwise
+            self._bar.stop()
+
+
+# Tables
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], title: str = "", caption: str = "") -> None:
@@ -58,6 +128,12 @@ def _cell(value: Any) -> str:
     return "-" if value is None else one_line(value)
 
 
+def print_notes(notes: Sequence[str], aside: bool = True) -> None:
+    """What people should know about a result; `aside`: on stderr."""
+    for note in notes:
+        say(f"note: {note}", file=sys.stderr if aside else sys.stdout)
+
+
 def print_some(lines: Sequence[str], limit: int) -> None:
     """The first lines, and how many more there are."""
     for line in lines[:limit]:
@@ -79,8 +155,7 @@ class JsonFlag:
 
 def print_evaluation(result: Evaluation, options: Any, numbers: Sequence[dict[str, Any]], order: str) -> None:
     """Notes, a table of numbers and one of classes, sorted by the column `order`; or JSON."""
-    for note in result.notes:
-        say(f"note: {note}", file=sys.stderr if options.json else sys.stdout)
+    print_notes(result.notes, aside=options.json)
     if options.json:
         say(plain_json({**result.numbers, "classes": result.classes}))
         return
