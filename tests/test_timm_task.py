@@ -12,9 +12,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 import everytoken as et
-from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
-from everytoken.functional import CompactTarget, from_labels
 from everytoken.mixing.methods import CutMix
 from everytoken.models import TokenModel
 from everytoken.objectives.drloc import Drloc
@@ -90,31 +88,6 @@ def test_clipping_can_leave_out_the_classifiers():
     left_out = {id(p) for p in one.get_clip_parameters()} - {id(p) for p in one.get_clip_parameters(exclude_head=True)}
     heads = [*view.backbone.head.parameters(), *view.token_head.parameters()]
     assert left_out == {id(p) for p in heads}
-
-
-def token_batch():
-    images, labels = data()
-    target = from_labels(labels, 4)
-    tokens = CompactTarget(
-        target.classes,
-        target.mass[:, None, None].expand(2, 8, 8, -1),
-        *(t[:, None, None].expand(2, 8, 8) for t in (target.background, target.weight)),
-        4,
-    )
-    return Batch(images, labels, token_target=tokens, class_target=target)
-
-
-def test_score_maps_come_in_a_batch_also_through_timms_loop():
-    made = [
-        task({"token_labeling": {}}, name="vit_nano_patch4_32", token_classes=4, mixing={"mixtoken": {}})
-        for _ in range(2)
-    ]
-    loader = [(batch.images, batch) for batch in (token_batch(), token_batch())]  # what a collate function makes
-    losses = []
-    for images, target in loader:  # as timm's train_one_epoch does
-        images, target = images.to("cpu"), target.to("cpu")
-        losses.append(float(made[0](images, target)["loss"].detach()))
-    assert losses == [float(made[1](token_batch())["loss"].detach()) for _ in range(2)]
 
 
 def pair(samples):

