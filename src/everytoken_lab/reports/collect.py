@@ -143,8 +143,8 @@ def report(
     found = find_runs(paths)
     if all(run.state in ("damaged", "not begun") for run in found):
         reasons = [f"  {run.path}: {'; '.join(run.troubles) or f'{run.state}, no epoch is done'}" for run in found]
-        text = "\n".join(["there is nothing to report on:", *reasons, "Name the folder of a training run."])
-        raise EverytokenError(text)
+        what = "there is nothing to report on. Name the folder of a training run, such as runs/mine."
+        raise EverytokenError("\n".join([what, *reasons]))
     groups = group_runs(found)
     if len(paths) == 1:  # a folder of runs has no order of its own: what learns plain labels is the baseline
         groups.sort(key=lambda group: set(group.runs[0].config.get("objectives") or {"hard"}) != {"hard"})
