@@ -290,57 +290,43 @@ def test_output_files_replace_planted_links(command, trained, photos, photo_maps
     assert [name for name in names if (dirty / name).is_symlink()] == []
 
 
-@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl", "checkpoints", "tensorboard", "wandb"])
-def test_training_stops_at_a_planted_link_that_it_would_follow(name, photos, tmp_path, monkeypatch, capsys):
-    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    out.mkdir()
-    if "." in name:
-        elsewhere.write_text("precious")
-    else:
-        elsewhere.mkdir()
-    (out / name).symlink_to(elsewhere)
-    trackers = {"tensorboard": ["--tensorboard"], "wandb": ["--wandb", "birds"]}.get(name, [])
-    for package in trackers[:1]:
-        pytest.importorskip(package.removeprefix("--"))
+TRAIN = ["train", "PHOTOS", *TINY, "--out", "OUT"]
+LINKED = {  # what is a link in the folder OUT, or in the run RUN, that a command writes to
+    **dict.fromkeys(("log.txt", "checkpoints"), TRAIN),
+    "tensorboard": [*TRAIN, "--tensorboard"],
+    "wandb": [*TRAIN, "--wandb", "birds"],
+    **{name: ["train", "PHOTOS", "--out", "OUT"] for name in ("features", "fine-tuned", "linear", "maps")},
+    "export": ["export", "RUN", "--to", "timm"],
+    "robust": ["robust", "RUN", "--suite", "val=PHOTOS"],
+    "class-0": ["predict", "RUN", "PHOTOS/val", "--pictures", "OUT"],
+}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_commands_stop_at_a_planted_link_that_they_would_follow(name, foreign, photos, tmp_path, monkeypatch, capsys):
+    if name in ("tensorboard", "wandb"):
+        pytest.importorskip(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    code = main(["train", str(photos), *TINY, *trackers, "--out", str(out)])
-    if name == "metrics.jsonl":  # begins anew, by a rename
-        assert not (out / name).is_symlink()
-    else:
-        assert code == 2
-        assert f"{out / name} is a link" in capsys.readouterr().err
+    words, elsewhere = LINKED[name], tmp_path / "elsewhere"
+    places = {"PHOTOS": photos, "RUN": foreign(), "OUT": tmp_path / "out"}
+    places["OUT"].mkdir()
+    link = places["OUT" if "OUT" in words else "RUN"] / name
+    elsewhere.write_text("precious") if "." in name else elsewhere.mkdir()
+    link.symlink_to(elsewhere)
+    for word, place in places.items():
+        words = [text.replace(word, str(place)) for text in words]
+    assert main(words) == 2
+    assert f"{link} is a link" in capsys.readouterr().err
     assert elsewhere.read_text() == "precious" if elsewhere.is_file() else not list(elsewhere.iterdir())
 
 
-@pytest.mark.parametrize("name", ["features", "fine-tuned", "linear", "maps"])
-def test_training_without_a_recipe_stops_at_a_linked_folder(name, photos, tmp_path, capsys):
-    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    out.mkdir()
-    elsewhere.mkdir()
-    (out / name).symlink_to(elsewhere)
-    assert main(["train", str(photos), "--out", str(out)]) == 2
-    assert f"{out / name} is a link" in capsys.readouterr().err
-    assert not list(elsewhere.iterdir())
-
-
-def test_a_default_folder_inside_a_run_is_not_a_link(foreign, photos, tmp_path, capsys):
-    run, elsewhere = foreign(), tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for name, words in (("export", ["--to", "timm"]), ("robust", ["--suite", f"val={photos}"])):
-        (run / name).symlink_to(elsewhere)
-        assert main([name, str(run), *words]) == 2
-        assert f"{run / name} is a link" in capsys.readouterr().err
-    assert not list(elsewhere.iterdir())
-
-
-def test_a_folder_in_an_output_folder_is_not_a_link(trained, photos, tmp_path, capsys):
-    elsewhere, out = tmp_path / "elsewhere", tmp_path / "out"
-    elsewhere.mkdir()
-    out.mkdir()
-    (out / "class-0").symlink_to(elsewhere)
-    assert main(["predict", str(trained), str(photos / "val"), "--pictures", str(out)]) == 2
-    assert f"{out / 'class-0'} is a link" in capsys.readouterr().err
-    assert not list(elsewhere.iterdir())
+def test_training_begins_metrics_anew_that_are_a_planted_link(photos, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run/metrics.jsonl").symlink_to(tmp_path / "precious")
+    assert main(["train", str(photos), *TINY, "--out", str(tmp_path / "run")]) == 0
+    assert not (tmp_path / "run/metrics.jsonl").is_symlink()
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_output_is_written_by_one_module():
