@@ -200,10 +200,9 @@ def _rank(rank, folder, code, answers):
 
 
 @pytest.mark.parametrize("number", range(len(LOOPS)), ids=LOOP_TITLES[: len(LOOPS)])
-def test_the_loop_trains_one_model_in_two_processes(number, tmp_path):
-    context = torch.multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    ranks = [context.Process(target=_rank, args=(rank, tmp_path, LOOPS[number], answers)) for rank in range(2)]
+def test_the_loop_trains_one_model_in_two_processes(number, tmp_path, forkserver):
+    answers = forkserver.SimpleQueue()
+    ranks = [forkserver.Process(target=_rank, args=(rank, tmp_path, LOOPS[number], answers)) for rank in range(2)]
     for process in ranks:
         process.start()
     first, second = sorted((answers.get() for _ in ranks), key=lambda answer: answer[0])

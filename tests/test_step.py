@@ -258,10 +258,11 @@ def _rank(rank, folder, wrapped, answers):
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_two_processes_train_one_drloc_network_if_it_is_wrapped_with_the_model_and_warn_if_not(tmp_path, wrapped):
-    context = torch.multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    ranks = [context.Process(target=_rank, args=(rank, tmp_path, wrapped, answers)) for rank in range(2)]
+def test_two_processes_train_one_drloc_network_if_it_is_wrapped_with_the_model_and_warn_if_not(
+    tmp_path, forkserver, wrapped
+):
+    answers = forkserver.SimpleQueue()
+    ranks = [forkserver.Process(target=_rank, args=(rank, tmp_path, wrapped, answers)) for rank in range(2)]
     for process in ranks:
         process.start()
     (_, *first), (_, *second) = sorted((answers.get() for _ in ranks), key=lambda answer: answer[0])
