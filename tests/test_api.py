@@ -9,9 +9,6 @@ import pytest
 import timm
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
-from torchvision.datasets import ImageFolder
-from torchvision.transforms import v2
 
 import everytoken as et
 import everytoken_lab as lab
@@ -75,19 +72,6 @@ def test_the_loop_of_the_page_about_drloc_trains_its_network_too(images):
     torch.testing.assert_close(loss, F.cross_entropy(view.logits, LABELS) + objectives["drloc"](view)["loss"])
 
 
-def test_tl_align_on_any_timm_model(images):
-    for name in ("vit_nano_patch4_32", "swin_nano_patch2_window4_32", "test_resnet"):
-        torch.manual_seed(0)
-        plain = timm.create_model(name, num_classes=10)
-        mixed, mix = et.CutMix()(images)
-        with et.aligned(plain, mix) as shares:
-            logits = plain(mixed)
-        loss = shares.cross_entropy(logits, LABELS)
-        loss.backward()
-        assert loss.isfinite()
-        assert shares.shares.image.shape == (4,)
-
-
 def test_token_labels_with_a_batch_made_by_hand(model, images):
     rng = np.random.default_rng(0)
     records = []
@@ -105,44 +89,6 @@ def test_token_labels_with_a_batch_made_by_hand(model, images):
     assert mixed is images
     task = et.TokenTask(model, {"token_labeling": {"class_target": "truth"}}, verbose=False)
     assert task(batch)["output"].shape == (4, 10)
-
-
-def test_token_labels_with_ones_own_dataset_and_transforms_from_pretrained_weights(photos, photo_maps, tmp_path):
-    name, weights = "vit_nano_patch4_32", tmp_path / "weights.pth"
-    torch.manual_seed(0)
-    source = timm.create_model(name, num_classes=1000)
-    torch.save(source.state_dict(), weights)  # what timm would fetch
-    pipeline = v2.Compose(
-        [v2.RandomResizedCrop(32), v2.RandomHorizontalFlip(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
-    )
-    maps = et.Maps(photo_maps)
-    data = et.with_maps(ImageFolder(photos / "train"), maps, transform=pipeline)
-    backbone = timm.create_model(
-        name, pretrained=True, num_classes=10, pretrained_cfg_overlay={"file": str(weights), "num_classes": 1000}
-    )
-    assert torch.equal(backbone.patch_embed.proj.weight, source.patch_embed.proj.weight)
-    model = et.TokenModel(backbone, token_classes=maps.num_classes)
-    token_labeling = et.TokenLabeling(beta=0.5, class_target="truth")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for batch in DataLoader(data, 18, collate_fn=et.collate):
-        token_labeling(model(batch.images), batch)["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert not torch.equal(backbone.patch_embed.proj.weight, source.patch_embed.proj.weight)
-    assert sorted(batch.labels.unique().tolist()) == [1, 2]
-
-
-def test_a_run_is_trained_reported_loaded_and_asked(photos, photo_maps, tmp_path):
-    small = {"model": "vit_nano_patch4_32", "img_size": 32, "batch_size": 12, "workers": 0, "device": "cpu"}
-    objectives = {"token_labeling": {"class_target": "truth"}}
-    run = lab.train(
-        photos, maps=photo_maps, epochs=1, warmup_epochs=0, out=str(tmp_path / "run"), objectives=objectives, **small
-    )
-    page = run.report(tmp_path / "report.html")
-    assert "vit_nano_patch4_32" in page.read_text()
-    predictions = lab.load(run.path).predict(photos / "val", workers=0)
-    assert len(predictions) == 12
-    assert {prediction.classes[0] for prediction in predictions} <= {"class-0", "class-1", "class-2"}
 
 
 @pytest.mark.parametrize("mixer", [et.CutMix(), et.MixToken()])

@@ -24,23 +24,14 @@ def test_numbered_folders_are_numbers_for_models_without_names_and_for_imagenets
     assert match_classes(ClassList(12), sorted(map(str, range(12))), "x").labels.tolist()[:4] == [0, 1, 10, 11]
     assert match_classes(ClassList(12), ["10", "3"], "x").labels.tolist() == [10, 3]  # a part of them
     assert match_classes(ClassList(11), sorted(map(str, range(1, 12))), "x").labels.tolist()[:3] == [0, 9, 10]
-
-
-def test_numbers_that_are_names_are_names():
-    names = ("0", "1", "10", "2")
-    assert match_classes(ClassList(4, names), ["10", "2"], "x").labels.tolist() == [2, 3]
+    named = ClassList(4, ("0", "1", "10", "2"))  # numbers that are names
+    assert match_classes(named, ["10", "2"], "x").labels.tolist() == [2, 3]
 
 
 def test_folders_are_found_by_id_name_and_synonym():
     assert match_classes(ClassList(1000), ["n01443537", "tench", "golf ball"], "x").labels.tolist() == [1, 0, 574]
     own = ClassList(3, ("n01440764_tench", "n01443537", "cat"))
     assert match_classes(own, ["cat", "n01440764"], "x").labels.tolist() == [2, 0]
-
-
-def test_an_annotator_in_the_same_order_reads_numbered_folders_as_numbers():
-    folders = sorted(map(str, range(12)))
-    plan = plan_classes("timm:x", ClassList(12), "photos", folders, "order")
-    assert plan.groups == tuple((int(name),) for name in folders)
 
 
 def test_a_part_of_imagenets_folders_is_enough():
@@ -134,6 +125,9 @@ def test_an_annotator_without_names_is_not_trusted_even_if_the_count_fits():
         plan(["a", "b", "c", "d"], ClassList(4))
     made = plan(["a", "b", "c", "d"], ClassList(4), class_map="order")
     assert (made.how, made.names, made.groups) == ("by order", ("a", "b", "c", "d"), None)
+    folders = sorted(map(str, range(12)))
+    made = plan(folders, ClassList(12), class_map="order")
+    assert made.groups == tuple((int(name),) for name in folders)
     with pytest.raises(EverytokenError, match="as many classes"):
         plan(["a", "b", "c"], ClassList(4), class_map="order")
 
@@ -142,13 +136,7 @@ def test_foreign_classes_stay_and_labels_find_theirs_where_they_can():
     made = plan(["fox", "house"], foreign=True)
     assert made.names == ANIMALS.names
     assert made.label_to_class == (3, -1)
-
-
-def test_images_without_labels_get_the_annotators_classes():
-    assert plan([]).how == "foreign"
-
-
-def test_a_class_map_and_foreign_classes_exclude_each_other():
+    assert plan([]).how == "foreign"  # images without labels
     with pytest.raises(EverytokenError, match="exclude"):
         plan(["fox"], class_map="order", foreign=True)
 
@@ -181,17 +169,14 @@ def test_class_maps_that_are_wrong_are_refused_with_the_name(tmp_path):
         read_class_map(tmp_path / "none.csv", ANIMALS, ["cat"])
 
 
-def test_a_name_of_two_imagenet_classes_is_not_guessed():
+def test_a_name_of_two_imagenet_classes_is_not_guessed_and_two_names_of_one_are_not_merged():
     known = imagenet_classes()
     assert known.find("crane") is None
     assert {known.find("n02012849"), known.find("n03126707")} == {134, 517}
     with pytest.raises(EverytokenError, match="several"):
         plan(["crane", "tench"], known)
-
-
-def test_two_folders_of_one_class_are_not_merged_silently():
     with pytest.raises(EverytokenError, match="same name"):
-        plan(["tench", "n01440764"], imagenet_classes())
+        plan(["tench", "n01440764"], known)
 
 
 def test_folders_are_compared_with_classes_as_when_annotating():

@@ -14,7 +14,7 @@ import pytest
 
 from everytoken import files
 from everytoken.files import DiskFullError, FileError, Lock, write_atomically
-from everytoken_lab.progress import Progress
+from everytoken_lab.terminal import Progress
 
 
 def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
@@ -155,7 +155,7 @@ def test_what_killed_writers_left_is_removed_by_the_owner_of_the_folder(tmp_path
 
 def test_the_rate_is_that_of_the_job_without_the_time_before_it(monkeypatch, capsys):
     now = [0.0]
-    monkeypatch.setattr("everytoken_lab.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("everytoken_lab.terminal.time.monotonic", lambda: now[0])
     with Progress("job", "images") as progress:
         for now[0], done in ((100.0, 10), (102.0, 20), (110.0, 40)):
             progress(done, 70)

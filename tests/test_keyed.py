@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-import timeit
 from dataclasses import replace
 
 import numpy as np
@@ -27,9 +24,6 @@ def test_the_numbers_of_a_key_do_not_change_between_processes_or_releases():
     # Written down once: a change here changes every run that is resumed with a newer release.
     assert keyed.digest(7, 3, "a/b.jpg", "augment").hex() == "0db28c8ccdc445fe6cfc930f72652014"
     assert keyed.generator(7, 3, "a/b.jpg", "augment").integers(0, 1000, 4).tolist() == [900, 385, 498, 99]
-    code = "from everytoken.keyed import generator as g; print(g(7, 3, 'a/b.jpg', 'augment').integers(0, 1000, 4))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[900 385 498  99]"
 
 
 def test_the_generator_equals_numpys_philox_with_the_same_key():
@@ -73,11 +67,6 @@ def test_one_uniform_number_per_key():
     assert many.min() >= 0
     assert many.max() < 1
     assert abs(many.mean() - 0.5) < 0.02
-
-
-def test_a_generator_costs_microseconds():
-    per_call = min(timeit.repeat(lambda: keyed.generator(1, 2, "a/b/c.jpg", "augment"), number=300, repeat=7)) / 300
-    assert per_call < 60e-6  # about 7 µs on a quiet machine
 
 
 @pytest.mark.parametrize("change", [{"seed": 2}, {"step": 2}, {"rank": 2}, {"part": 2}])

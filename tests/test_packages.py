@@ -1,4 +1,5 @@
-"""Two packages: the library needs neither the lab nor what the lab needs, and the lab says what is missing."""
+"""Two packages: the library needs neither the lab nor what the lab needs, and the lab says what is missing. Importing
+the library is quick, quiet, and leaves no trace in global state."""
 
 import ast
 import re
@@ -50,6 +51,13 @@ def run(hidden: list[str], code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=200)
 
 
+def printed(code: str) -> str:
+    """What a program prints that runs without trouble."""
+    done = run([], code)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 STEP = """
 import numpy as np, timm, torch, everytoken as et
 from everytoken.functional import collate_maps
@@ -95,3 +103,30 @@ def test_the_command_line_says_in_one_line_what_to_install(start):
     )
     assert done.returncode == 2, done.stderr
     assert re.fullmatch(r"everytoken: \w+ is not installed\. Install: pip install .*lab.*\n", done.stderr)
+
+
+def test_importing_the_package_imports_neither_torch_nor_timm():
+    loaded = printed(
+        "import everytoken, sys; print([m for m in ('torch', 'timm', 'numpy', 'rich', 'yaml') if m in sys.modules])"
+    )
+    assert loaded == "[]"
+
+
+def test_models_are_known_to_timm_that_is_imported_later():
+    first = "import everytoken; from timm.models import is_model; import timm"
+    assert printed(f"{first}; print(is_model('lvvit_s'), timm.__spec__.loader.__class__.__name__)") == (
+        "True SourceFileLoader"
+    )
+
+
+def test_importing_after_timm_registers_models_too_and_touches_no_global_random_state():
+    code = (
+        "import random, numpy, torch, timm\n"
+        "random.seed(1); numpy.random.seed(1); torch.manual_seed(1)\n"
+        "before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()\n"
+        "import everytoken, everytoken.models, everytoken.functional, everytoken.data, everytoken.mixing\n"
+        "import everytoken.objectives, everytoken.maps\n"
+        "after = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()\n"
+        "print(before == after, timm.is_model('lvvit_s'))"
+    )
+    assert printed(code) == "True True"

@@ -30,6 +30,8 @@ from everytoken_lab.dense.detect.options import DetectOptions
 from everytoken_lab.dense.segment.options import SegmentOptions
 from everytoken_lab.engine.options import TrainOptions, apply, overrides, read_recipe, recipe_names
 
+from .conftest import make_photos
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 CODE = re.findall(r"`([^`\n]+)`", PAGE)
@@ -157,14 +159,7 @@ def script(name):
 
 @pytest.fixture(scope="module")
 def photos_in_classes(tmp_path_factory):
-    root = tmp_path_factory.mktemp("photos")
-    rng = np.random.default_rng(0)
-    for name in ("ant", "bee"):
-        for i in range(4):
-            path = root / name / f"{i}.png"
-            path.parent.mkdir(exist_ok=True)
-            Image.fromarray(rng.integers(0, 255, (40, 40, 3), np.uint8)).save(path)
-    return str(root)
+    return str(make_photos(tmp_path_factory.mktemp("photos"), classes=2, train=4, val=0, size=(40, 40)) / "train")
 
 
 @pytest.mark.parametrize("figure", ["rmse", "layers", "labels", "presence"])

@@ -3,14 +3,7 @@
 import numpy as np
 import pytest
 
-from everytoken_lab.stats import (
-    Estimate,
-    bootstrap,
-    compared,
-    mean,
-    paired_difference,
-    percentage,
-)
+from everytoken_lab.stats import Estimate, bootstrap, compared, mean, paired_difference, percentage
 
 
 def test_a_proportion_has_wilsons_interval():

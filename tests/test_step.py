@@ -20,7 +20,6 @@ from everytoken.objectives.drloc import Drloc
 from everytoken.objectives.hard import HardLabels
 from everytoken.objectives.registry import build_objectives
 from everytoken.step import FrozenTeacher, TokenStep
-from everytoken.timm_task import TokenTask
 from everytoken_lab.engine.options import ModelOptions, TrainOptions
 from everytoken_lab.training.build import build_backbone
 
@@ -109,50 +108,6 @@ def test_a_teacher_sees_the_images_in_its_own_normalisation_and_stays_out_of_the
     assert not any("teacher" in name for name in step.state_dict())
     step(batch())["loss"].backward()
     assert all(p.grad is None for p in other.parameters())
-
-
-@pytest.mark.parametrize(
-    ("objectives", "mixing"),
-    [
-        ({"hard": {}}, {}),
-        ({"hard": {}, "drloc": {}}, {"cutmix": {}}),
-        ({"tl_align": {}}, {"cutmix": {}}),
-        ({"hard": {}}, {"mixtoken": {}}),
-    ],
-)
-def test_the_objectives_train_as_a_timm_task(objectives, mixing):
-    from timm.optim import create_optimizer_v2
-
-    torch.manual_seed(0)
-    plain = timm.create_model("vit_tiny_patch16_224", **VIT)
-    task = TokenTask(plain, objectives, mixing, verbose=False)
-    task.setup_ema(decay=0.9)
-    optimizer = create_optimizer_v2(task.get_trainable_module(), "adamw", lr=3e-3)
-    data = batch(8)
-    losses = []
-    for _ in range(12):
-        result = task(data.images, data.labels)
-        optimizer.zero_grad()
-        result["loss"].backward()
-        optimizer.step()
-        task.update_ema()
-        losses.append(float(result["loss"].detach()))
-    assert losses[-1] < losses[0]
-    assert result["output"].shape == (8, 4)
-    state = task.get_checkpoint_state()
-    assert list(state["state_dict"]) == list(timm.create_model("vit_tiny_patch16_224", **VIT).state_dict())
-    assert task.get_eval_model() is plain
-    assert task.get_checkpoint_state(ema=True)["state_dict_ema"].keys() == state["state_dict"].keys()
-
-
-def test_a_timm_task_resumes_with_its_step_and_heads():
-    first = TokenTask(timm.create_model("vit_tiny_patch16_224", **VIT), {"drloc": {}}, verbose=False)
-    first(batch().images, batch().labels)
-    second = TokenTask(timm.create_model("vit_tiny_patch16_224", **VIT), {"drloc": {}}, verbose=False)
-    second.load_task_state(first.get_task_state())
-    assert second.step == 1
-    mine, theirs = first.get_task_state(), second.get_task_state()
-    assert all(torch.equal(mine[k], theirs[k]) for k in mine if k != "step")
 
 
 @pytest.mark.parametrize("wrong", [{"tokn": {}}, {"token_labeling": {"betta": 1}}])
@@ -303,10 +258,11 @@ def _rank(rank, folder, wrapped, answers):
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_two_processes_train_one_drloc_network_if_it_is_wrapped_with_the_model_and_warn_if_not(tmp_path, wrapped):
-    context = torch.multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    ranks = [context.Process(target=_rank, args=(rank, tmp_path, wrapped, answers)) for rank in range(2)]
+def test_two_processes_train_one_drloc_network_if_it_is_wrapped_with_the_model_and_warn_if_not(
+    tmp_path, forkserver, wrapped
+):
+    answers = forkserver.SimpleQueue()
+    ranks = [forkserver.Process(target=_rank, args=(rank, tmp_path, wrapped, answers)) for rank in range(2)]
     for process in ranks:
         process.start()
     (_, *first), (_, *second) = sorted((answers.get() for _ in ranks), key=lambda answer: answer[0])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,7 +33,14 @@ from everytoken_lab.models.open import _downloading, open_model
 from everytoken_lab.training.classify import train
 
 SRC = Path(__file__).parent.parent / "src"
-SWITCHES = ("ORT_", "HF_", "MLFLOW_", "WANDB_", "DO_NOT_TRACK", "DISABLE_TELEMETRY")
+
+
+@cache
+def calls():
+    """(file, call) of all calls in the packages."""
+    files = [(path.relative_to(SRC).as_posix(), ast.parse(path.read_text())) for path in SRC.rglob("*.py")]
+    return [(name, node) for name, tree in files for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
 
 # -- telemetry --------------------------------------------------------------------------------------------------------
 
@@ -284,71 +292,49 @@ def test_output_files_replace_planted_links(command, trained, photos, photo_maps
     assert [name for name in names if (dirty / name).is_symlink()] == []
 
 
-@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl", "checkpoints", "tensorboard", "wandb"])
-def test_training_stops_at_a_planted_link_that_it_would_follow(name, photos, tmp_path, monkeypatch, capsys):
-    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    out.mkdir()
-    if "." in name:
-        elsewhere.write_text("precious")
-    else:
-        elsewhere.mkdir()
-    (out / name).symlink_to(elsewhere)
-    trackers = {"tensorboard": ["--tensorboard"], "wandb": ["--wandb", "birds"]}.get(name, [])
-    for package in trackers[:1]:
-        pytest.importorskip(package.removeprefix("--"))
+TRAIN = ["train", "PHOTOS", *TINY, "--out", "OUT"]
+LINKED = {  # what is a link in the folder OUT, or in the run RUN, that a command writes to
+    **dict.fromkeys(("log.txt", "checkpoints"), TRAIN),
+    "tensorboard": [*TRAIN, "--tensorboard"],
+    "wandb": [*TRAIN, "--wandb", "birds"],
+    **{name: ["train", "PHOTOS", "--out", "OUT"] for name in ("features", "fine-tuned", "linear", "maps")},
+    "export": ["export", "RUN", "--to", "timm"],
+    "robust": ["robust", "RUN", "--suite", "val=PHOTOS"],
+    "class-0": ["predict", "RUN", "PHOTOS/val", "--pictures", "OUT"],
+}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_commands_stop_at_a_planted_link_that_they_would_follow(name, foreign, photos, tmp_path, monkeypatch, capsys):
+    if name in ("tensorboard", "wandb"):
+        pytest.importorskip(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    code = main(["train", str(photos), *TINY, *trackers, "--out", str(out)])
-    if name == "metrics.jsonl":  # begins anew, by a rename
-        assert not (out / name).is_symlink()
-    else:
-        assert code == 2
-        assert f"{out / name} is a link" in capsys.readouterr().err
+    words, elsewhere = LINKED[name], tmp_path / "elsewhere"
+    places = {"PHOTOS": photos, "RUN": foreign(), "OUT": tmp_path / "out"}
+    places["OUT"].mkdir()
+    link = places["OUT" if "OUT" in words else "RUN"] / name
+    elsewhere.write_text("precious") if "." in name else elsewhere.mkdir()
+    link.symlink_to(elsewhere)
+    for word, place in places.items():
+        words = [text.replace(word, str(place)) for text in words]
+    assert main(words) == 2
+    assert f"{link} is a link" in capsys.readouterr().err
     assert elsewhere.read_text() == "precious" if elsewhere.is_file() else not list(elsewhere.iterdir())
 
 
-@pytest.mark.parametrize("name", ["features", "fine-tuned", "linear", "maps"])
-def test_training_without_a_recipe_stops_at_a_linked_folder(name, photos, tmp_path, capsys):
-    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    out.mkdir()
-    elsewhere.mkdir()
-    (out / name).symlink_to(elsewhere)
-    assert main(["train", str(photos), "--out", str(out)]) == 2
-    assert f"{out / name} is a link" in capsys.readouterr().err
-    assert not list(elsewhere.iterdir())
-
-
-def test_a_default_folder_inside_a_run_is_not_a_link(foreign, photos, tmp_path, capsys):
-    run, elsewhere = foreign(), tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for name, words in (("export", ["--to", "timm"]), ("robust", ["--suite", f"val={photos}"])):
-        (run / name).symlink_to(elsewhere)
-        assert main([name, str(run), *words]) == 2
-        assert f"{run / name} is a link" in capsys.readouterr().err
-    assert not list(elsewhere.iterdir())
-
-
-def test_a_folder_in_an_output_folder_is_not_a_link(trained, photos, tmp_path, capsys):
-    elsewhere, out = tmp_path / "elsewhere", tmp_path / "out"
-    elsewhere.mkdir()
-    out.mkdir()
-    (out / "class-0").symlink_to(elsewhere)
-    assert main(["predict", str(trained), str(photos / "val"), "--pictures", str(out)]) == 2
-    assert f"{out / 'class-0'} is a link" in capsys.readouterr().err
-    assert not list(elsewhere.iterdir())
+def test_training_begins_metrics_anew_that_are_a_planted_link(photos, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run/metrics.jsonl").symlink_to(tmp_path / "precious")
+    assert main(["train", str(photos), *TINY, "--out", str(tmp_path / "run")]) == 0
+    assert not (tmp_path / "run/metrics.jsonl").is_symlink()
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_output_is_written_by_one_module():
     """`everytoken.files`: no plain writing anywhere else, which would follow links and could be torn."""
-    home = {
-        "everytoken/files.py",
-        "everytoken_lab/data/archives.py",
-    }  # the latter in files that `open_new` made
-    found = []
-    for path in SRC.rglob("*.py"):
-        if path.relative_to(SRC).as_posix() not in home:
-            calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-            found += [f"{path.relative_to(SRC)}:{call.lineno}" for call in calls if writes(call)]
-    assert found == []
+    home = ("everytoken/files.py", "everytoken_lab/data/archives.py")  # the latter in files that `open_new` made
+    assert [f"{name}:{call.lineno}" for name, call in calls() if name not in home and writes(call)] == []
 
 
 def writes(call):
@@ -438,16 +424,9 @@ def test_people_see_neither_secrets_nor_what_steers_a_terminal(text, seen, capsy
 
 def test_text_is_printed_by_one_function():
     """`schema.say`: nothing else prints names that come from outside."""
-    found = []
-    for path in SRC.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                "print",
-                "sys.stdout.write",
-                "sys.stderr.write",
-            ):
-                found.append(path.name)
-    assert sorted(found) == ["images.py", "images.py", "schema.py"]
+    printing = ("print", "sys.stdout.write", "sys.stderr.write")
+    found = [name for name, call in calls() if ast.unparse(call.func) in printing]
+    assert sorted(found) == [*["everytoken_lab/demo/images.py"] * 2, "everytoken_lab/schema.py"]
 
 
 def test_a_page_a_card_and_the_record_of_a_start_have_no_secrets(foreign, tmp_path, monkeypatch, capsys):
@@ -473,6 +452,7 @@ def test_names_of_files_and_classes_stay_in_their_line(name, trained, photos, tm
     said = capsys.readouterr()
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", said.out + said.err)
     assert len([line for line in said.out.splitlines() if line]) == 1
+    assert main(["explain", str(trained), str(folder / "photo.png"), "--out", str(tmp_path / "out")]) == 0  # is drawn
 
 
 # -- hangs ------------------------------------------------------------------------------------------------------------
@@ -480,16 +460,10 @@ def test_names_of_files_and_classes_stay_in_their_line(name, trained, photos, tm
 
 def test_input_is_read_by_one_module():
     """`everytoken.files`: no plain reading anywhere else, which would wait for pipes and read devices for ever."""
-    home = {"everytoken/files.py", "everytoken_lab/machine.py"}  # the latter in /proc and /sys
-    found = []
-    for path in SRC.rglob("*.py"):
-        name = path.relative_to(SRC).as_posix()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or name in home:
-                continue
-            call = ast.unparse(node)
-            if re.search(r"\.read_(text|bytes)\(|^open\(|\.open\(['\"]r", call) and "resources.files" not in call:
-                found.append(f"{name}: {call[:60]}")
+    home = ("everytoken/files.py", "everytoken_lab/machine.py")  # the latter in /proc and /sys
+    texts = [(name, ast.unparse(call)) for name, call in calls() if name not in home]
+    reads = re.compile(r"\.read_(text|bytes)\(|^open\(|\.open\(['\"]r")
+    found = [f"{name}: {text[:60]}" for name, text in texts if reads.search(text) and "resources.files" not in text]
     assert [line for line in found if "files.read_bytes" not in line] == []
 
 

@@ -26,6 +26,7 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Interval
 from numpy.typing import NDArray
+from scipy.special import expit, softmax
 
 POINTS = 100  # of the curve
 UNFAMILIAR = 0.05
@@ -80,7 +81,7 @@ def calibrate(logits: NDArray[np.floating], labels: NDArray[np.integer | np.bool
     labels = labels.astype(bool) if multi_label else labels
     temperature = fit_temperature(logits, labels)
     if multi_label:
-        probability, right = sigmoid(logits.ravel() / temperature), labels.ravel()
+        probability, right = expit(logits.ravel() / temperature), labels.ravel()
     else:
         probability, right = confidence(logits, labels, temperature)
     order = np.argsort(-probability.astype(np.float64), kind="stable")
@@ -119,22 +120,12 @@ def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer | n
         target = (1 - doubt) * logits[np.arange(len(labels)), labels] + doubt * logits.mean(1)
 
     def slope(inverse: float) -> float:
-        if labels.ndim == 2:
-            p = sigmoid(inverse * logits)
-        else:
-            p = np.exp(inverse * (logits - logits.max(1, keepdims=True)))
-            p /= p.sum(1, keepdims=True)
+        p = expit(inverse * logits) if labels.ndim == 2 else softmax(inverse * logits, axis=1)
         return float(((p * logits).sum(1) - target).mean())
 
     if slope(_FLATTEST) > 0:
         return 1 / _FLATTEST
     return 1 / float(brentq(slope, _FLATTEST, _SHARPEST, rtol=1e-6)) if slope(_SHARPEST) > 0 else 1 / _SHARPEST
-
-
-def sigmoid(x: NDArray[np.floating]) -> NDArray[np.floating]:
-    """1 / (1 + e^-x), without overflow."""
-    positive: NDArray[np.floating] = 0.5 * (1 + np.tanh(0.5 * x))
-    return positive
 
 
 def confidence(
@@ -143,7 +134,7 @@ def confidence(
     """Probability [N] of the best class, and whether it is the label, or one of the labels [N]."""
     best = logits.argmax(1)
     if labels.ndim == 2:
-        return sigmoid(logits.max(1) / temperature), labels[np.arange(len(logits)), best]
+        return expit(logits.max(1) / temperature), labels[np.arange(len(logits)), best]
     weights = np.exp((logits - logits.max(1, keepdims=True)) / temperature)
     return 1 / weights.sum(1), best == labels
 

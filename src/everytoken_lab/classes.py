@@ -359,8 +359,3 @@ def read_class_map(path: Path, classes: ClassList, names: Sequence[str]) -> list
             "Add them; with an empty value a class gets no scores."
         )
     return [tuple(dict.fromkeys(groups[name])) for name in names]
-
-
-def read_class_names(path: Path | None) -> list[str]:
-    """Class names from a text file, one per line; none without a file."""
-    return [] if path is None else read_text(path).splitlines()

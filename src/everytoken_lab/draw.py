@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageColor, ImageDraw, ImageFont
 from scipy import ndimage
 
 from everytoken_lab.schema import one_line
@@ -32,12 +32,8 @@ OWN, PARTNER = "#d55e00", "#0072b2"  # of two mixed images
 RAMPS = {"heat": ("#20124d", "#2c5fa8", "#2aa198", "#8fd14f", "#fff36b"), "share": (PARTNER, "#f4f2ee", OWN)}
 Area = tuple[float, float, float, float]
 WHOLE: Area = (0.0, 0.0, 1.0, 1.0)
+rgb = ImageColor.getrgb  # "#rrggbb" as numbers
 PANEL, GAP, LEGEND, PAD, LINE = 232, 10, 250, 16, 20  # pixels: side of a panel, between panels, width of a legend
-
-
-def rgb(colour: str) -> tuple[int, int, int]:
-    """'#rrggbb' as numbers."""
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
 class ClassColours:

@@ -46,16 +46,16 @@ class Estimate:
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
-def compared(difference: Estimate, other: str, base: str, digits: int = 2) -> str:
+def compared(e: Estimate, other: str, base: str) -> str:
     """What `other` has more than `base`, in points: better or worse only where the interval leaves zero out."""
-    e, points = difference, f"{difference.value:+.{digits}f} points"
+    points = f"{e.value:+.2f} points"
     if e.low is None or e.high is None:
         seeds = f"{len(e.values)} seed{'s' if len(e.values) > 1 else ''}, " if e.values else ""
         return f"{other} against {base}: {points} ({seeds}no interval)"
-    interval = f"(95 % interval {e.low:+.{digits}f} to {e.high:+.{digits}f})"
+    interval = f"(95 % interval {e.low:+.2f} to {e.high:+.2f})"
     if not e.clear:
         return f"{other} and {base} show no clear difference: {points} {interval}"
-    return f"{other} is {abs(e.value):.{digits}f} points {'better' if e.value > 0 else 'worse'} than {base} {interval}"
+    return f"{other} is {abs(e.value):.2f} points {'better' if e.value > 0 else 'worse'} than {base} {interval}"
 
 
 def mean(values: Sequence[float]) -> Estimate:
@@ -84,7 +84,7 @@ def bootstrap(columns: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
     """
     value = float(statistic(np.asarray(columns, np.float64).mean(0)))
     values = np.asarray(columns, np.float32)
-    means = [weights @ values / len(values) for _, weights in bootstrap_weights(len(values), draws)]
+    means = [weights @ values / len(values) for weights in bootstrap_weights(len(values), draws)]
     low, high = np.percentile(statistic(np.concatenate(means).astype(np.float64)), [2.5, 97.5])
     return Estimate(value, float(low), float(high)) if low < high else Estimate(value)
 
@@ -111,11 +111,11 @@ def with_added_images(mean: float, variance: float, count: float, added: Sequenc
     return Estimate(100 * mean, 100 * max(centre - half, min(added)), 100 * min(centre + half, max(added)))
 
 
-def bootstrap_weights(count: int, draws: int, seed: int = 0, part: int = 64) -> Iterator[tuple[int, np.ndarray]]:
-    """How often each image was drawn, [part, count] at a time; keyed by the number of images alone, hence paired."""
-    rng = keyed.generator(seed, "bootstrap", count)
-    for start in range(0, draws, part):
-        rows = min(part, draws - start)
+def bootstrap_weights(count: int, draws: int) -> Iterator[np.ndarray]:
+    """How often each image was drawn, [64, count] at a time; keyed by the number of images alone, hence paired."""
+    rng = keyed.generator(0, "bootstrap", count)
+    for start in range(0, draws, 64):
+        rows = min(64, draws - start)
         drawn = rng.integers(0, count, (rows, count))
         flat = np.bincount((drawn + np.arange(rows)[:, None] * count).ravel(), minlength=rows * count)
-        yield start, flat.reshape(rows, count).astype(np.float32)
+        yield flat.reshape(rows, count).astype(np.float32)

@@ -18,18 +18,9 @@ from everytoken_lab.data.archives import ArchiveReader
 from everytoken_lab.data.augment import AugmentOptions, EvalTransform, TrainTransform
 from everytoken_lab.data.decode import ImageError, Picture, read_header, to_rgb
 
+from .conftest import encode, photo
+
 SIZE = (60, 40)
-
-
-def photo(size=SIZE, key=0):
-    noise = keyed.generator(key, "photo").integers(0, 256, (size[1] // 4 + 1, size[0] // 4 + 1, 3), dtype=np.uint8)
-    return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
-
-
-def encode(image, kind, **options):
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def views(data):

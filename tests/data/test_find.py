@@ -21,11 +21,7 @@ from everytoken_lab.data.datasets import DataError, Strings, open_dataset, open_
 from everytoken_lab.data.decode import ImageError
 from everytoken_lab.data.tree import list_files
 
-
-def jpeg(value=0, size=(12, 10)):
-    file = io.BytesIO()
-    Image.new("RGB", size, (value % 256, 100, 50)).save(file, "JPEG", quality=95)
-    return file.getvalue()
+from .conftest import jpeg, tar_of
 
 
 def put(root, *names):
@@ -36,7 +32,7 @@ def put(root, *names):
     return root
 
 
-TREE = ("train/cat/1.jpg", "train/cat/deep/er/2.JPEG", "train/dog/a.b.c.png", "train/dog/x.jpg", "val/cat/1.jpg")
+TREE = ("train/cat/1.jpg", "train/cat/deep/er/2.JPEG", "train/dog/a.b.c.png", "train/dog/x.jpg", "val/dog/1.jpg")
 
 
 def in_folder(tmp_path, names=TREE):
@@ -54,12 +50,7 @@ def in_zip(tmp_path, compression=zipfile.ZIP_STORED, prefix="", names=TREE):
 
 def in_tar(tmp_path, names=TREE, file="data.tar"):
     path = tmp_path / file
-    with tarfile.open(path, "w") as archive:
-        for i, name in enumerate(names):
-            data = jpeg(i * 20)
-            info = tarfile.TarInfo("./" + name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
+    path.write_bytes(tar_of((f"./{name}", jpeg(i * 20)) for i, name in enumerate(names)))
     return path
 
 
@@ -70,6 +61,7 @@ def in_tar(tmp_path, names=TREE, file="data.tar"):
         in_zip,
         lambda p: in_zip(p, zipfile.ZIP_DEFLATED),
         lambda p: in_zip(p, prefix="wrapped/"),
+        lambda p: in_zip(p).parent,
         in_tar,
     ],
 )
@@ -80,17 +72,13 @@ def test_folders_zips_and_tars_of_the_same_tree_are_the_same_data_set(tmp_path, 
     assert [data.label(i) for i in range(4)] == data.labels.tolist() == [0, 0, 1, 1]
     assert data.open_bytes(1) == jpeg(20)
     assert data.load(2).size == (12, 10)
-    assert len(open_dataset(make(tmp_path), "val")) == 1
+    val = open_dataset(make(tmp_path), "val")
+    assert (val.class_names, val.labels.tolist()) == (data.class_names, [1])  # the training images number the classes
     again = pickle.loads(pickle.dumps(data))
     assert again.open_bytes(3) == data.open_bytes(3)
     some = data.subset([3, 1]).subset([1])
     assert (some.key(0), some.label(0), some.open_bytes(0)) == ("cat/deep/er/2.JPEG", 0, jpeg(20))
     assert "2.JPEG" in some.where(0)
-
-
-def test_a_split_has_the_same_keys_whether_it_is_named_itself_or_through_its_parent(tmp_path):
-    root = in_folder(tmp_path)
-    assert list(open_dataset(root).keys()) == list(open_dataset(root / "train").keys())
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
@@ -109,24 +97,12 @@ def test_a_folder_with_one_archive_per_split(tmp_path, kind):
     assert val.label(0) == 1  # the class numbers are the training images', not those of val alone
 
 
-def test_a_folder_with_one_archive_of_everything(tmp_path):
-    in_zip(tmp_path)
-    assert len(open_dataset(tmp_path)) == 4
-    assert len(open_dataset(tmp_path, "val")) == 1
-
-
-def test_labels_of_validation_images_follow_the_training_classes(tmp_path):
-    put(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "train/c/1.jpg", "val/c/9.jpg")
-    val = open_dataset(tmp_path, "val")
-    assert val.class_names == ["a", "b", "c"]
-    assert val.labels.tolist() == [2]
-
-
 @pytest.mark.parametrize("name", ["val", "valid", "Validation", "test"])
 def test_the_validation_folder_may_have_its_usual_names(tmp_path, name):
     put(tmp_path, "Train/a/1.jpg", f"{name}/a/2.jpg")
     assert list(open_dataset(tmp_path, "val").keys()) == ["a/2.jpg"]
-    assert list(open_dataset(tmp_path).keys()) == ["a/1.jpg"]
+    for folder in (tmp_path, tmp_path / "Train"):  # keys are the same, however the split is named
+        assert list(open_dataset(folder).keys()) == ["a/1.jpg"]
 
 
 def test_a_class_may_be_called_train(tmp_path):
@@ -280,17 +256,20 @@ def test_the_validation_split_is_stratified_deterministic_and_complete(tmp_path)
     assert {key for key in later if "new" not in key} == val  # no image changed sides
 
 
+class Labelled:
+    """Images by their labels alone."""
+
+    def __init__(self, labels):
+        self.labels = np.array(labels)
+
+    def keys(self):
+        return [f"{i}.jpg" for i in range(len(self.labels))]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=40), st.floats(0.01, 0.99), st.integers(0, 100))
 def test_each_class_of_two_or_more_images_is_in_both_parts(labels, fraction, seed):
-    class Fake:
-        def __init__(self):
-            self.labels = np.array(labels)
-
-        def keys(self):
-            return (f"{i}.jpg" for i in range(len(labels)))
-
-    train, val = split_off(Fake(), fraction, seed)
+    train, val = split_off(Labelled(labels), fraction, seed)
     assert sorted([*train, *val]) == list(range(len(labels)))
     for label in set(labels):
         if labels.count(label) > 1:
@@ -299,17 +278,25 @@ def test_each_class_of_two_or_more_images_is_in_both_parts(labels, fraction, see
 
 
 def test_the_image_nearest_to_the_limit_changes_sides_when_chance_leaves_a_part_empty():
-    class Fake:
-        labels = np.zeros(5, dtype=np.int64)
-
-        def keys(self):
-            return (f"{i}.jpg" for i in range(5))
-
-    draws = [keyed.uniform(3, "val-split", key) for key in Fake().keys()]  # noqa: SIM118
-    _, val = split_off(Fake(), 1e-6, 3)
+    data = Labelled([0] * 5)
+    draws = [keyed.uniform(3, "val-split", key) for key in data.keys()]  # noqa: SIM118
+    _, val = split_off(data, 1e-6, 3)
     assert val.tolist() == [int(np.argmin(draws))]
-    train, _ = split_off(Fake(), 1 - 1e-6, 3)
+    train, _ = split_off(data, 1 - 1e-6, 3)
     assert train.tolist() == [int(np.argmax(draws))]
+
+
+def test_every_class_of_multi_label_images_is_trained_and_validated_as_far_as_its_labels_allow():
+    rng = np.random.default_rng(0)
+    labels = (rng.random((60, 12)) < np.linspace(0.03, 0.4, 12)).astype(np.uint8)
+    train, val = split_off(Labelled(labels), 0.1, 0)
+    several = labels.sum(0) >= 2
+    assert len(train) + len(val) == 60
+    assert (labels[train].sum(0) > 0)[several].all()
+    assert (labels[val].sum(0) > 0)[several].all()
+    bound = np.array([[1, 1], [1, 0], [0, 0]], np.uint8)  # the only image of the second class is not given away
+    train, _ = split_off(Labelled(bound), 0.01, 0)
+    assert 0 in train
 
 
 def test_both_splits_of_one_folder_are_read_in_one_walk(tmp_path, monkeypatch):
@@ -364,3 +351,40 @@ def test_torchvision_data_sets_open_by_name(tmp_path):
     assert len(open_dataset(f"torchvision:MNIST:{tmp_path}", "val")) == 3
     refuse("not divided into splits", f"torchvision:EuroSAT:{tmp_path}", "val")
     refuse("its own class names", f"torchvision:MNIST:{tmp_path}", class_list=["a"])
+
+
+def test_webdataset_shards_by_pattern_and_by_folder(tmp_path):
+    for n in range(3):
+        samples = []
+        for i in range(4):
+            name = f"{n:02d}{i:04d}"
+            samples += [(f"{name}.jpg", jpeg(n * 4 + i)), (f"{name}.cls", str((n + i) % 3).encode())]
+        (tmp_path / f"train-{n:03d}.tar").write_bytes(tar_of(samples))
+    (tmp_path / "val-000.tar").write_bytes(tar_of([("v1.seg.png", jpeg()), ("v1.jpg", jpeg(7)), ("v1.cls", b"1")][1:]))
+    for spec in (tmp_path, str(tmp_path / "train-{000..002}.tar"), str(tmp_path / "*.tar")):
+        data = open_dataset(spec)
+        assert len(data) == 12
+        assert data.key(5) == "010001.jpg"
+        assert data.label(5) == 2
+        assert data.open_bytes(5) == jpeg(5)
+        assert data.class_names == ["0", "1", "2"]
+    val = open_dataset(tmp_path, "val")
+    assert val.labels.tolist() == [1]
+    assert val.class_names == ["0", "1", "2"]
+    named = open_dataset(tmp_path, class_list=["ant", "bee", "cow"])
+    assert named.class_names[named.label(5)] == "cow"
+
+
+def test_mistakes_in_shards_are_explained(tmp_path):
+    one = [("1.jpg", jpeg()), ("1.cls", b"0")]
+    (tmp_path / "a.tar").write_bytes(tar_of(one))
+    (tmp_path / "b.tar").write_bytes(tar_of(one))
+    refuse(r"two samples have the name '1\.jpg'", str(tmp_path / "{a,b}.tar"))
+    (tmp_path / "c.tar").write_bytes(tar_of([*one, ("2.jpg", jpeg())]))
+    refuse(r"2\.jpg has no label", tmp_path / "c.tar")
+    (tmp_path / "d.tar").write_bytes(tar_of([*one, ("2.jpg", jpeg()), ("2.cls", b"dog")]))
+    refuse("label 'dog' is no number", tmp_path / "d.tar")
+    (tmp_path / "e.tar").write_bytes(tar_of([("1.jpg", jpeg()), ("1.cls", b"3")]))
+    refuse("'number 3' is not one of the 1 classes", tmp_path / "e.tar", class_list=["only"])
+    (tmp_path / "g.tar").write_bytes(tar_of([("1.jpg", jpeg()), ("1.cls", b"-1")]))
+    refuse("label '-1' is no number", tmp_path / "g.tar")

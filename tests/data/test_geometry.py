@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -153,21 +154,12 @@ def test_the_matrix_that_comes_back_is_the_one_that_was_used(shift, exif):
     assert where == pytest.approx(((8 - c) / a, (6 - f) / e), abs=0.3)
 
 
-class Fixed:
-    """A policy that always draws the same steps."""
-
-    def __init__(self, *steps):
-        self.steps = steps
-
-    def draw(self, rng):
-        return list(self.steps)
-
-
 def test_steps_are_done_in_the_order_drawn_on_the_cropped_and_flipped_image():
     image = smooth_noise(keyed.generator(8, "photo"), (128, 96)).resize((128, 96))
     whole = {"scale": (1.0, 1.0), "ratio": (4 / 3, 4 / 3)}
     transform = TrainTransform(64, AugmentOptions(hflip=1.0, aa="", reprob=0.0, train_interpolation="bicubic", **whole))
-    transform.policy = Fixed(("Rotate", (25.0,)), ("ShearX", (0.3,)), ("TranslateYRel", (0.1,)))
+    drawn = [("Rotate", (25.0,)), ("ShearX", (0.3,)), ("TranslateYRel", (0.1,))]
+    transform.policy = SimpleNamespace(draw=lambda rng: drawn)
     ours, _ = transform(image, keyed.generator(0))
     steps = image.resize((64, 64), Image.Resampling.BICUBIC).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     options = {"resample": Image.Resampling.BICUBIC, "fillcolor": mean_colour(transform.mean)}

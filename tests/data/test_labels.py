@@ -2,12 +2,11 @@
 
 import json
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from everytoken_lab.cli import main
-from everytoken_lab.data.datasets import DataError, open_dataset, open_splits, split_off
+from everytoken_lab.data.datasets import DataError, open_dataset, open_splits
 from everytoken_lab.data.tree import dataset_title, find_split
 from everytoken_lab.engine.run_folder import _train_folder
 
@@ -123,26 +122,3 @@ def test_the_doctor_reads_labels_files_and_says_what_is_wrong_with_them(folder, 
     assert main(["doctor", str(folder), "--json"]) == 1
     (unusable,) = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["code"] == "data-unusable"]
     assert "line 3: there is no file a/7.png" in unusable["what"]
-
-
-class Several:
-    """Images by their labels alone."""
-
-    def __init__(self, labels):
-        self.labels = labels
-
-    def keys(self):
-        return (f"{i}.jpg" for i in range(len(self.labels)))
-
-
-def test_every_class_of_several_images_is_trained_and_validated_as_far_as_its_labels_allow():
-    rng = np.random.default_rng(0)
-    labels = (rng.random((60, 12)) < np.linspace(0.03, 0.4, 12)).astype(np.uint8)
-    train, val = split_off(Several(labels), 0.1, 0)
-    several = labels.sum(0) >= 2
-    assert len(train) + len(val) == 60
-    assert (labels[train].sum(0) > 0)[several].all()
-    assert (labels[val].sum(0) > 0)[several].all()
-    bound = np.array([[1, 1], [1, 0], [0, 0]], np.uint8)  # the only image of the second class is not given away
-    train, _ = split_off(Several(bound), 0.01, 0)
-    assert 0 in train

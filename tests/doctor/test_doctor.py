@@ -3,14 +3,15 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from everytoken_lab import doctor
 from everytoken_lab.cli import main
 from everytoken_lab.data.duplicates import ImageFacts, fingerprint, near_pairs
-from everytoken_lab.doctor import diagnose
 
 
 def ask(capsys, *words: str) -> tuple[int, dict[str, dict]]:
@@ -127,13 +128,7 @@ def test_the_machine_is_examined_with_no_paths_and_a_full_disk_is_an_error(capsy
     code, found = ask(capsys)
     assert {"versions", "disk"} <= set(found)
     assert code == 0 or found["disk"]["level"] == "error"
-    monkeypatch.setattr(diagnose.shutil, "disk_usage", lambda place: Disk())
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: SimpleNamespace(free=1_000_000))
     code, found = ask(capsys)
     assert code == 1
     assert found["disk"]["level"] == "error"
-
-
-class Disk:
-    """A full disk with a large /dev/shm."""
-
-    free, total = 1_000_000, 10**10

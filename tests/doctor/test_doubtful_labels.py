@@ -41,8 +41,8 @@ def examined(wrong):
 
 
 def et_doctor(path, **options):
-    from everytoken_lab.doctor.diagnose import diagnose
-    from everytoken_lab.progress import Progress
+    from everytoken_lab.doctor import diagnose
+    from everytoken_lab.terminal import Progress
 
     return diagnose([str(path)], Progress, workers=0, labels=True, **options)
 

@@ -24,18 +24,6 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def browse(page: Path, profile: Path, *flags: str) -> tuple[str, str]:
-    """(what it prints, what it logs) for one look at a page."""
-    call = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", *flags, page.resolve().as_uri()]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout, done.stderr
-
-
-def complaints(log: str) -> list[str]:
-    """Lines that the page itself wrote to the console."""
-    return [line for line in log.splitlines() if "CONSOLE" in line]
-
-
 PICTURE = "data:image/gif;base64,R0lGODlhAQABAIAAAAUEBAAAACwAAAAAAQABAAACAkQBADs="
 
 
@@ -45,9 +33,11 @@ def ask(page: Path, folder: Path, script: str, width: int = 1280) -> dict:
     tell = "document.documentElement.dataset.said = JSON.stringify(said);"
     script = f"<script>(async () => {{ const said = {{}}; {script}; {tell} }})();</script></body>"
     copy.write_text(page.read_text().replace("</body>", script))
-    dom, log = browse(copy, folder / "profile", f"--window-size={width},900", "--dump-dom")
+    call = [str(CHROMIUM), *FLAGS, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900", "--dump-dom"]
+    done = subprocess.run([*call, copy.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    dom = done.stdout
     found = dict(re.findall(r'data-(\w+)="([^"]*)"', dom[: dom.index(">", dom.index("<html"))]))
-    assert complaints(log) == []
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []  # what the page complains about
     assert "errors" not in found
     return json.loads(html.unescape(found.pop("said", "{}"))) | {"page": found}
 

@@ -14,6 +14,7 @@ from everytoken_lab import schema
 from everytoken_lab.annotators import AnnotateOptions
 from everytoken_lab.cli._parse import values_of
 from everytoken_lab.schema import say
+from everytoken_lab.terminal import Progress, print_notes
 
 if TYPE_CHECKING:
     from everytoken.maps import Maps
@@ -44,7 +45,6 @@ class Annotate(AnnotateOptions):
 
 def main(options: Annotate) -> int:
     from everytoken_lab.annotators.job import run_job
-    from everytoken_lab.progress import Progress
 
     with Progress("annotating", "images") as progress:
         plain = schema.from_keywords(AnnotateOptions, values_of(options, AnnotateOptions), "annotate")
@@ -72,8 +72,7 @@ def _report(options: Annotate, outcome: Outcome) -> int:
         )
     if min(rows, columns) < 8:
         notes.append(f"the maps have {rows} x {columns} cells; twice the --img-size gives twice as many each way.")
-    for note in notes:
-        say(f"note: {note}")
+    print_notes(notes, aside=False)
     if not len(store):
         say("none of the images could be read, so there are no maps.", file=sys.stderr)
         return 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everytoken_lab.cli import _dense
+from everytoken_lab.cli._parse import values_of
 from everytoken_lab.cli.train import TrainFlags
 from everytoken_lab.dense.detect.options import DetectEval, DetectOptions, DetectPredict
+from everytoken_lab.terminal import JsonFlag, known, print_evaluation, print_predictions
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Train(TrainFlags, DetectOptions):
 
 
 @dataclass(frozen=True)
-class Eval(_dense.JsonFlag, DetectEval):
+class Eval(JsonFlag, DetectEval):
     """Evaluate a detector: AP, AP50 and AP75 of boxes and masks, by COCO's evaluator, and a table of classes.
 
     It is used as its run was validated, unless --size, --max-size, --score-thresh, --nms-thresh or --max-detections
@@ -35,7 +36,7 @@ class Eval(_dense.JsonFlag, DetectEval):
 
 
 @dataclass(frozen=True)
-class Predict(_dense.JsonFlag, DetectPredict):
+class Predict(JsonFlag, DetectPredict):
     """Write, for every image, NAME.objects.jpg; and predictions.json with all boxes and masks (COCO run lengths).
 
     Images whose names differ in the ending alone keep it (photo.jpg.objects.jpg), and no image is ever overwritten.
@@ -47,7 +48,9 @@ class Predict(_dense.JsonFlag, DetectPredict):
 
 
 def train(options: Train) -> None:
-    _dense.train("detect", options, DetectOptions)
+    from everytoken_lab.dense.detect import task
+
+    task.train(DetectOptions(**values_of(options, DetectOptions)), set(options.given), options.set)
 
 
 def evaluate(options: Eval) -> None:
@@ -55,12 +58,14 @@ def evaluate(options: Eval) -> None:
 
     result = task.evaluate(options)
     kinds = [kind for kind in ("box", "mask") if f"{kind} AP" in result.numbers]
-    rows = [{"": kind, **{n: _dense.known(result.numbers[f"{kind} {n}"]) for n in task.NAMES}} for kind in kinds]
-    _dense.report(result, options, rows, f"{kinds[-1]} AP")
+    rows = [{"": kind, **{n: known(result.numbers[f"{kind} {n}"]) for n in task.NAMES}} for kind in kinds]
+    print_evaluation(result, options, rows, f"{kinds[-1]} AP")
 
 
 def predict(options: Predict) -> None:
-    _dense.predict("detect", options)
+    from everytoken_lab.dense.detect import task
+
+    print_predictions(task.predict(options), options, "objects")
 
 
 COMMANDS = {"train": train, "eval": evaluate, "predict": predict}

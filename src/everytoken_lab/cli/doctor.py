@@ -9,9 +9,9 @@ from typing import Annotated
 
 import tyro
 
-from everytoken_lab.cli._tables import print_some
 from everytoken_lab.machine import Workers, default_workers
 from everytoken_lab.schema import counted, say
+from everytoken_lab.terminal import Progress, print_some
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,8 @@ class Doctor:
 
 
 def main(options: Doctor) -> int:
-    from everytoken_lab.doctor import SHOWN
-    from everytoken_lab.doctor.diagnose import diagnose
-    from everytoken_lab.progress import Progress
+    from everytoken_lab.doctor import diagnose
+    from everytoken_lab.doctor.images import SHOWN
 
     findings = diagnose(options.paths, Progress, options.sample, options.workers, options.labels, options.out)
     levels = Counter(finding.level for finding in findings)

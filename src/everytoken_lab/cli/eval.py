@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,10 +11,9 @@ import tyro
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
 from everytoken_lab.cli._parse import Source, check_source, values_of
-from everytoken_lab.cli._tables import print_classes, print_facts
 from everytoken_lab.evaluation import EvalOptions
-from everytoken_lab.progress import Progress
 from everytoken_lab.schema import say
+from everytoken_lab.terminal import Progress, print_classes, print_facts, print_notes
 
 if TYPE_CHECKING:
     from everytoken_lab.evaluation.run import Evaluation
@@ -60,8 +58,7 @@ def main(options: EvalCommand) -> None:
     data = options.data or _own_data(options.source)
     with Progress("eval", "images") as progress:
         result = evaluate(options.source, data, progress=progress, **values_of(options, EvalOptions))
-    for note in result.notes:
-        say(f"note: {note}", file=sys.stderr)
+    print_notes(result.notes)
     if options.out:
         stem = options.out.removesuffix(".json").removesuffix(".csv")
         result.to_csv(f"{stem}.csv")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from everytoken_lab.cli._parse import Source, check_source, values_of
 from everytoken_lab.evaluation import ExportOptions
 from everytoken_lab.schema import say
+from everytoken_lab.terminal import print_notes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,7 @@ def main(options: ExportCommand) -> None:
     from everytoken_lab.evaluation.exporting import export
 
     result = export(options.source, options.out or None, **values_of(options, ExportOptions))
-    for note in result.notes:
-        say(f"note: {note}", file=sys.stderr)
+    print_notes(result.notes)
     for name, difference in result.differences.items():
         say(f"{result.folder / name}: differs by {difference:.1e} from the model, on {result.checked_on}")
     say(f"{result.folder / 'README.md'}: the model card")

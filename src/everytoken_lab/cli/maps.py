@@ -13,11 +13,10 @@ import tyro
 from everytoken.errors import EverytokenError
 from everytoken.files import write_picture
 from everytoken.maps import Maps, verify
-from everytoken_lab.cli._tables import print_facts, print_some
 from everytoken_lab.maps.released import import_released
 from everytoken_lab.maps.summary import StoreSummary, summarize_store
-from everytoken_lab.progress import Progress
 from everytoken_lab.schema import say
+from everytoken_lab.terminal import Progress, print_facts, print_notes, print_some
 
 Store = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS", help="Folder of the store.")]
 
@@ -171,8 +170,7 @@ def import_maps(options: Import) -> None:
         store, notes = import_released(**vars(options), progress=progress)
     say(f"{options.out}: {len(store):,} maps, {len(store.skipped):,} images without one")
     print_some([f"{key}: {reason}" for key, reason in store.skipped.items()], 20)
-    for note in notes:
-        say(f"note: {note}")
+    print_notes(notes, aside=False)
 
 
 COMMANDS = {"info": info, "sheet": sheet, "verify": verify_store, "import": import_maps}

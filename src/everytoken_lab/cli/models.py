@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken_lab.cli._tables import print_facts, print_table
 from everytoken_lab.schema import say
+from everytoken_lab.terminal import print_facts, print_table
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ import tyro
 
 from everytoken_lab.cli._parse import Source, check_source, values_of
 from everytoken_lab.evaluation import PredictOptions
-from everytoken_lab.progress import Progress
 from everytoken_lab.schema import counted, one_line, say
+from everytoken_lab.terminal import Progress, print_notes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +53,7 @@ def main(options: PredictCommand) -> int:
     settings["locate"] |= bool(options.pictures)
     with Progress("predict", "images") as progress:
         result = predict(options.source, options.images, progress=progress, **settings)
-    for note in result.notes:
-        say(f"note: {note}", file=sys.stderr)
+    print_notes(result.notes)
     if options.pictures:
         result.save_pictures(options.pictures)
     if options.out:

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from everytoken_lab.cli._tables import print_table
 from everytoken_lab.schema import say
+from everytoken_lab.terminal import print_table
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import tyro
 
-from everytoken.errors import EverytokenError
 from everytoken_lab.cli._parse import values_of
 from everytoken_lab.reports import ReportOptions
 from everytoken_lab.schema import say
@@ -35,14 +34,11 @@ class ReportCommand(ReportOptions):
 
 
 def main(options: ReportCommand) -> None:
-    if not options.runs:
-        raise EverytokenError("name at least one run folder: everytoken report runs/mine --out report.html")
-    from everytoken_lab.progress import Progress
     from everytoken_lab.reports.collect import report
+    from everytoken_lab.terminal import Progress, print_notes
 
     settings = values_of(options, ReportOptions)
     result = report(options.runs, options.out, progress=lambda title: Progress(title, "images"), **settings)
     say(result.headline)
-    for note in result.notes:
-        say(f"note: {note}")
+    print_notes(result.notes, aside=False)
     say(f"report: {options.out} ({options.out.stat().st_size / 1e6:.1f} MB)")

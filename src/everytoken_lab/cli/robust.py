@@ -6,9 +6,9 @@ import contextlib
 from dataclasses import dataclass
 
 from everytoken_lab.cli._parse import Source, values_of
-from everytoken_lab.progress import Progress
 from everytoken_lab.robust import RobustOptions, robustness
 from everytoken_lab.schema import say
+from everytoken_lab.terminal import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everytoken_lab.cli import _dense
+from everytoken_lab.cli._parse import values_of
 from everytoken_lab.cli.train import TrainFlags
 from everytoken_lab.dense.segment.options import SegmentEval, SegmentOptions, SegmentPredict
+from everytoken_lab.terminal import JsonFlag, print_evaluation, print_predictions
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Train(TrainFlags, SegmentOptions):
 
 
 @dataclass(frozen=True)
-class Eval(_dense.JsonFlag, SegmentEval):
+class Eval(JsonFlag, SegmentEval):
     """Evaluate a segmenter: mIoU, mAcc and pixel accuracy from one confusion matrix over the whole set.
 
     It is used as its run was validated, unless --mode, --stride, --scales or --flip say otherwise.
@@ -34,7 +35,7 @@ class Eval(_dense.JsonFlag, SegmentEval):
 
 
 @dataclass(frozen=True)
-class Predict(_dense.JsonFlag, SegmentPredict):
+class Predict(JsonFlag, SegmentPredict):
     """Write, for every image, NAME.png (a palette image whose values are classes) and NAME.overlay.jpg.
 
     classes.json in the same folder names the classes. Images whose names differ in the ending alone keep it
@@ -47,7 +48,9 @@ class Predict(_dense.JsonFlag, SegmentPredict):
 
 
 def train(options: Train) -> None:
-    _dense.train("segment", options, SegmentOptions)
+    from everytoken_lab.dense.segment import task
+
+    task.train(SegmentOptions(**values_of(options, SegmentOptions)), set(options.given), options.set)
 
 
 def evaluate(options: Eval) -> None:
@@ -55,11 +58,14 @@ def evaluate(options: Eval) -> None:
 
     result = task.evaluate(options)
     titles = {"mIoU": "mIoU", "mAcc": "mean class accuracy", "aAcc": "pixels right"}
-    _dense.report(result, options, [{"": titles[name], "%": f"{result.numbers[name]:.2f}"} for name in titles], "IoU")
+    rows = [{"": title, "%": f"{result.numbers[name]:.2f}"} for name, title in titles.items()]
+    print_evaluation(result, options, rows, "IoU")
 
 
 def predict(options: Predict) -> None:
-    _dense.predict("segment", options)
+    from everytoken_lab.dense.segment import task
+
+    print_predictions(task.predict(options), options, "masks", " %")
 
 
 COMMANDS = {"train": train, "eval": evaluate, "predict": predict}

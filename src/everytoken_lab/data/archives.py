@@ -76,9 +76,6 @@ class Strings(Sequence[str]):
         start = int(self._ends[i - 1]) if i else 0
         return self._blob[start : self._ends[i]].tobytes().decode("utf-8", "surrogateescape")
 
-    def __iter__(self) -> Iterator[str]:
-        return (self[i] for i in range(len(self)))
-
 
 class ArchiveReader:
     """Members of one or several archives, all zip or all tar.

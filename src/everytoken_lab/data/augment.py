@@ -35,8 +35,7 @@ from everytoken_lab import schema
 from everytoken_lab.data.decode import Picture
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-FILTERS = {resampling.name.lower(): resampling for resampling in Image.Resampling}
-CROP_MODES = ("center", "squash", "border")
+FILTERS = Image.Resampling.__members__
 _Chance = Annotated[float, Interval(ge=0, le=1)]
 _Area = Annotated[float, Interval(gt=0, le=1)]
 _Ratio = Annotated[float, Interval(gt=0, lt=math.inf)]
@@ -70,9 +69,9 @@ class AugmentOptions:
     """Number of rectangles."""
     train_interpolation: Literal["random", "bilinear", "bicubic"] = "random"
     """Resampling in training."""
-    interpolation: str = ""
+    interpolation: Literal["", "nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"] = ""
     """Resampling in validation; empty: the model's own."""
-    crop_pct: float = 0.0
+    crop_pct: _Chance = 0.0
     """Centre crop in validation; 0: the model's own."""
     smoothing: float = 0.1
     """Label smoothing."""
@@ -88,19 +87,14 @@ class AugmentOptions:
             randaugment.parse(self.aa)
 
 
-def _check_input(img_size: int | tuple[int, int], std: Sequence[float]) -> tuple[int, int]:
+def _size(img_size: int | tuple[int, int]) -> tuple[int, int]:
     """(height, width) of the network's input."""
-    height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
-    if min(height, width) < 1:
-        raise EverytokenError(f"img_size must be at least 1 pixel, got {img_size}.")
-    if min(std) <= 0:
-        raise EverytokenError(f"std must be positive for each channel, got {std}.")
-    return height, width
+    return (img_size, img_size) if isinstance(img_size, int) else img_size
 
 
 def mean_colour(mean: Sequence[float]) -> tuple[int, int, int]:
     """The mean of the normalisation as a colour, 0..255: what the network sees where there is no image."""
-    red, green, blue = (min(255, round(255 * value)) for value in mean)
+    red, green, blue = map(_byte, mean)
     return red, green, blue
 
 
@@ -124,7 +118,7 @@ class TrainTransform:
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
     ) -> None:
-        self.size = _check_input(img_size, std)
+        self.size = _size(img_size)
         self.options = options = options or AugmentOptions()
         options.check()
         self.mean, self.std = tuple(mean), tuple(std)
@@ -254,7 +248,7 @@ class EvalTransform:
         crop_pct: part of the resized image's side that the crop shows.
         crop_mode: "center" (short side to img_size / crop_pct, then the centre), "squash" (both sides) or "border"
             (long side, padded with the mean colour).
-        interpolation: one of `FILTERS`.
+        interpolation: one of Pillow's filters, in small letters.
         mean, std: of the normalisation, which is done on the device.
     """
 
@@ -266,17 +260,15 @@ class EvalTransform:
     std: tuple[float, ...] = IMAGENET_STD
 
     def __post_init__(self) -> None:
-        _check_input(self.img_size, self.std)
-        for name, choices in (("interpolation", tuple(FILTERS)), ("crop_mode", CROP_MODES)):
-            if (value := getattr(self, name)) not in choices:
-                raise EverytokenError(f"{name}: {value!r} is none of {', '.join(choices)}.")
-        if not 0 < self.crop_pct <= 1:
-            raise EverytokenError(f"crop_pct must be in 0..1, got {self.crop_pct}.")
+        known = self.crop_mode in ("center", "squash", "border") and self.interpolation.upper() in FILTERS
+        if not known or not 0 < self.crop_pct <= 1:
+            asked = f"crop_mode {self.crop_mode!r}, crop_pct {self.crop_pct}, interpolation {self.interpolation!r}"
+            raise EverytokenError(f"there is no view of images with {asked}.")
 
     @property
     def size(self) -> tuple[int, int]:
         """(height, width) of the network's input."""
-        return (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
+        return _size(self.img_size)
 
     def __call__(
         self, image: Image.Image | Picture, rng: np.random.Generator | None = None
@@ -288,7 +280,7 @@ class EvalTransform:
         new_w, new_h = self.resized(width, height)
         left, top = _centre(new_w, crop_w), _centre(new_h, crop_h)
 
-        resample = FILTERS[self.interpolation]
+        resample = FILTERS[self.interpolation.upper()]
         upright = picture.upright()
         if new_w * new_h <= _LARGE:
             part = upright.resize((new_w, new_h), resample).crop((left, top, left + crop_w, top + crop_h))

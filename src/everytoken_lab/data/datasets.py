@@ -349,7 +349,7 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
     else:
         in_folders = [path for path in images if "/" in path]
         if not in_folders:
-            raise NoClassFoldersError(
+            raise DataError(
                 f"{tree.name} holds {len(images)} images but no class folders. Put the images of each class into a "
                 f"folder with the class's name, or write {LABELS_NAME} with path and label."
             )
@@ -420,10 +420,6 @@ def _stem(path: str) -> str:
     """WebDataset's sample name: up to the first dot of the file's name."""
     folder, slash, name = path.rpartition("/")
     return folder + slash + name.split(".", 1)[0]
-
-
-class NoClassFoldersError(DataError):
-    """A folder holds images, but they do not lie in class folders."""
 
 
 # torchvision's datasets ---------------------------------------------------------------------------------------------

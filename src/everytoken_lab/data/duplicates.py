@@ -70,13 +70,11 @@ def read_all(data: DataSet, indices: Sequence[int], workers: int, tell: Callable
     return out
 
 
-def equal_groups(facts: Sequence[ImageFacts]) -> list[list[int]]:
-    """Positions of images with the same bytes, two or more together."""
-    found: dict[bytes, list[int]] = {}
-    for position, image in enumerate(facts):
-        if image.digest:
-            found.setdefault(image.digest, []).append(position)
-    return [group for group in found.values() if len(group) > 1]
+def equal_pairs(facts: Sequence[ImageFacts]) -> list[tuple[int, int]]:
+    """Pairs of images with the same bytes: the first one, and each of the others."""
+    first: dict[bytes, int] = {}
+    pairs = [(first.setdefault(image.digest, i), i) for i, image in enumerate(facts) if image.digest]
+    return [pair for pair in pairs if pair[0] != pair[1]]
 
 
 def near_pairs(facts: Sequence[ImageFacts]) -> list[tuple[int, int]]:

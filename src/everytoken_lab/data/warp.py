@@ -30,19 +30,15 @@ _STRAIGHT = 1.25  # source pixels per middle-image pixel up to which no reductio
 _FINER = 1.5  # how much finer than the output the middle image of a bicubic sample is
 
 
-class _Scratch(threading.local):
-    """Memory that is used again for each image; asking the system for new pages costs more than the work itself."""
-
-    memory = torch.empty(0)
-
-    def floats(self, pixels: np.ndarray) -> torch.Tensor:
-        """The pixels as float32, valid until the next call."""
-        if self.memory.numel() < pixels.size:
-            self.memory = torch.empty(pixels.size)
-        return self.memory[: pixels.size].view(pixels.shape).copy_(torch.from_numpy(pixels))
+_scratch = threading.local()  # memory that is used again for each image: new pages cost more than the work itself
 
 
-_scratch = _Scratch()
+def _floats(pixels: np.ndarray) -> torch.Tensor:
+    """The pixels as float32, valid until the next call in this thread."""
+    if not hasattr(_scratch, "memory") or _scratch.memory.numel() < pixels.size:
+        _scratch.memory = torch.empty(pixels.size)
+    floats: torch.Tensor = _scratch.memory[: pixels.size].view(pixels.shape)
+    return floats.copy_(torch.from_numpy(pixels))
 
 
 def render(
@@ -154,7 +150,7 @@ def _warp(
         box[k], box[k + 2] = low, high
     pixels = resize(picture.region((box[0], box[1], box[2], box[3]), reduce), (middle[1], middle[0]), bicubic)
 
-    source = _scratch.floats(pixels)[None].permute(0, 3, 1, 2)
+    source = _floats(pixels)[None].permute(0, 3, 1, 2)
     grid = np.empty((1, height, width, 2), dtype=np.float32)
     beyond = np.zeros((height, width), dtype=bool)
     across, down = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)

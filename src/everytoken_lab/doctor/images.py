@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken_lab.data.datasets import DataSet, open_dataset
-from everytoken_lab.data.duplicates import ImageFacts, equal_groups, near_pairs, read_all
+from everytoken_lab.data.duplicates import ImageFacts, equal_pairs, near_pairs, read_all
 from everytoken_lab.data.tree import NAMED, find_split
-from everytoken_lab.doctor import Finding, Level
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.schema import counted
 
@@ -19,6 +20,31 @@ TINY = 10  # images of a class below which it can hardly be learned
 FEW = 50  # images per class (median) below which training from scratch learns little
 IMBALANCE = 10.0  # largest class / smallest class
 Splits = dict[str, DataSet]
+Level = Literal["error", "warning", "note"]
+SHOWN = 5  # examples
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding.
+
+    Attributes:
+        level: error: training would stop or be wrong; warning: results would be worse; note: good to know.
+        code: a short fixed name, for scripts.
+        what: what was found; where: the file, folder or part of the machine; todo: what to do about it.
+        examples: all images or files, of which the first few are shown.
+    """
+
+    level: Level
+    code: str
+    what: str
+    where: str
+    todo: str = ""
+    examples: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As a plain dictionary."""
+        return {**asdict(self), "examples": list(self.examples[:SHOWN]), "count": len(self.examples)}
 
 
 def open_splits(spec: str) -> tuple[Splits, list[Finding]]:
@@ -115,9 +141,8 @@ def _duplicates(spec: str, splits: Splits, seen: dict[str, dict[int, ImageFacts]
     facts = [seen[name][index] for name, index in places]
     files = [splits[name].where(index) for name, index in places]
     labels = [splits[name].label_text(index) for name, index in places]
-    same_bytes = [(group[0], other) for group in equal_groups(facts) for other in group[1:]]
     alike: tuple[tuple[str, str, Level, Sequence[tuple[int, int]]], ...] = (
-        ("duplicate", "the same bytes", "error", same_bytes),
+        ("duplicate", "the same bytes", "error", equal_pairs(facts)),
         ("near-duplicate", "nearly the same pixels", "warning", near_pairs(facts)),
     )
     for code, same, leak, pairs in alike:

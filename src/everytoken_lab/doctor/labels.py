@@ -20,12 +20,11 @@ from everytoken_lab.annotators import features as ft
 from everytoken_lab.annotators.linear import FOLDS, cross_entropy, fit_linear, stratified_folds
 from everytoken_lab.classes import shown_name
 from everytoken_lab.data.tree import dataset_title
-from everytoken_lab.doctor import Finding
-from everytoken_lab.doctor.images import Splits
+from everytoken_lab.doctor.images import Finding, Splits
 from everytoken_lab.draw import data_address
 from everytoken_lab.evaluation.run import write_csv
 from everytoken_lab.reports.page import render
-from everytoken_lab.reports.photos import LARGE
+from everytoken_lab.reports.predictions import LARGE
 from everytoken_lab.schema import counted
 
 FEWEST = 100  # images: fewer say little, and are looked at quickly

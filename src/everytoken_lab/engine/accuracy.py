@@ -18,12 +18,13 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from scipy.special import expit
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
 from everytoken.files import open_regular, writing
 from everytoken_lab import schema
-from everytoken_lab.calibration import calibration_error, sigmoid
+from everytoken_lab.calibration import calibration_error
 from everytoken_lab.stats import Estimate, bootstrap_weights, percentage, with_added_images
 
 
@@ -118,7 +119,7 @@ class MultiLabelPredictions(_PerImage):
     @property
     def confidence(self) -> np.ndarray:
         """[N] probability of the likeliest class."""
-        return sigmoid(self.logits.max(1))
+        return expit(self.logits.max(1))
 
     def summary(self) -> dict[str, float]:
         """mAP, F1 (percent), loss (per image, added up over the classes)."""
@@ -158,7 +159,7 @@ class MultiLabelPredictions(_PerImage):
         """mAP (0..1) over images drawn again and again; a class that is not drawn does not count, nan without any."""
         draws = int(np.clip(5e7 / max(1, self.logits.size), 100, 1000))
         values = []
-        for _, weights in bootstrap_weights(len(self), draws):
+        for weights in bootstrap_weights(len(self), draws):
             each = [average_precisions(self.logits[:, k], self.label[:, k], weights) for k in self._with_images()]
             table = np.reshape(each, (-1, len(weights)))
             with np.errstate(invalid="ignore"):

@@ -36,7 +36,7 @@ from everytoken_lab.engine.run_folder import Run, RunFolder
 from everytoken_lab.engine.task import Task
 from everytoken_lab.engine.track import build_trackers
 from everytoken_lab.models import PUBLISHED
-from everytoken_lab.progress import Progress, clock
+from everytoken_lab.terminal import Progress, clock
 
 _QUICK = 120  # seconds: the report evaluates the best weights once more if a validation takes less
 _TALK_EVERY = 8  # updates after which processes agree on stopping and saving

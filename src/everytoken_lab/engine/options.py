@@ -351,7 +351,7 @@ _DICTS = ("objectives", "mixing", "model_kwargs")
 
 def recipe_names() -> list[str]:
     """Names of the recipes that are shipped."""
-    folder = resources.files("everytoken_lab.recipes")
+    folder = resources.files("everytoken_lab") / "recipes"
     return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
 
 
@@ -380,7 +380,7 @@ def recipe_text(name: str) -> str:
     if name not in recipe_names():
         hint = f"{did_you_mean(name, recipe_names())} `everytoken recipes` lists them; your own ends in .yaml"
         raise SchemaError(f"there is no recipe {name!r}.{hint}")
-    return (resources.files("everytoken_lab.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+    return (resources.files("everytoken_lab") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def header(name: str) -> str:

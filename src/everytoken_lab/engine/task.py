@@ -25,7 +25,7 @@ from everytoken_lab.data.tree import network_address
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.options import LoopOptions
 from everytoken_lab.engine.run_folder import RunFolder
-from everytoken_lab.progress import Progress
+from everytoken_lab.terminal import Progress
 
 B = TypeVar("B", bound=Sized)
 IMAGES = 8

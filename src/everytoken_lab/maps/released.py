@@ -36,7 +36,7 @@ def import_released(
     Returns:
         The store, whose `skipped` says why images have no map, and notes for the user.
     """
-    from everytoken_lab.classes import read_class_names
+    from everytoken_lab.data.labels import read_text
     from everytoken_lab.data.tree import list_files
 
     if not source.is_dir():
@@ -44,7 +44,7 @@ def import_released(
     label_files = sorted(list_files(source, lambda name: name.lower().endswith(".pt")))
     if not label_files:
         raise StoreError(f"{source} has no .pt files; give the folder that holds the class folders of released maps.")
-    names = read_class_names(class_names)
+    names = [] if class_names is None else read_text(class_names).splitlines()
     num_classes = len(names) or num_classes
     grid, top_k = _grid_and_k(source, label_files, num_classes)
     mode = resize_mode or ("squash" if grid == (15, 15) else "center")

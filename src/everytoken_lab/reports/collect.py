@@ -1,7 +1,13 @@
-"""`report`: collect everything about one or several runs, and write one page of it."""
+"""`report`: collect everything about one or several runs, and write one page of it.
+
+Runs that differ in the seed only belong together: their mean, its interval, and differences paired by seed.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -10,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from everytoken.errors import EverytokenError
 from everytoken.files import disk_errors, write_atomically
-from everytoken_lab import schema
+from everytoken_lab import schema, stats
 from everytoken_lab.engine.run_folder import Run, find_runs
 from everytoken_lab.reports import ReportOptions
-from everytoken_lab.reports.groups import Difference, Group, config_differences, differences, group_runs
+from everytoken_lab.stats import Estimate
 
 if TYPE_CHECKING:
     from everytoken_lab.data.datasets import DataSet
@@ -21,6 +27,54 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 _silent: Progress = lambda title: nullcontext(lambda done, total: None)  # noqa: E731
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs with the same settings on the same data."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @property
+    def finished(self) -> list[Run]:
+        """The runs that count."""
+        return [run for run in self.runs if run.state == "finished"]
+
+    @property
+    def by_seed(self) -> dict[int | None, float]:
+        """Validation score after the last epoch for each seed; of several finished runs with one seed, their mean."""
+        scores: dict[int | None, list[float]] = {}
+        for run in self.finished:
+            if run.score is not None:
+                scores.setdefault(run.seed, []).append(run.score)
+        return {seed: statistics.mean(values) for seed, values in scores.items()}
+
+    @property
+    def accuracy(self) -> Estimate | None:
+        """Validation score after the last epoch, over the seeds of the finished runs."""
+        values = list(self.by_seed.values())
+        return stats.mean(values) if values else None
+
+    def comparable(self, other: Group) -> bool:
+        """Whether both were validated by the same score on the same data, with as many images of each class."""
+        first, second = ((g.finished or g.runs)[0] for g in (self, other))
+        if _data(first) != _data(second):
+            return False
+        if not (self.finished and other.finished):
+            return True  # nothing to compare yet
+        of_classes = [_validated_on(run) for run in (first, second)]
+        return first.metric == second.metric and (of_classes[0] == of_classes[1] or None in of_classes)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What `other` has more than `base`, in points, over the seeds that both have."""
+
+    base: Group
+    other: Group
+    estimate: Estimate
+    seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -32,8 +86,8 @@ class Report:
     differences: list[Difference]
     settings: list[tuple[str, list[Any]]]  # options that differ between groups
     classes: list[PredictedRun] = field(default_factory=list)  # one of each group, where there are predictions
-    photos: list[dict[str, Any]] = field(default_factory=list)  # see `photos.photos`
-    labelling: dict[str, Any] = field(default_factory=dict)  # see `photos.labelling`
+    photos: list[dict[str, Any]] = field(default_factory=list)  # see `predictions.photos`
+    labelling: dict[str, Any] = field(default_factory=dict)  # see `predictions.labelling`
     notes: list[str] = field(default_factory=list)  # what could not be shown
     skipped: dict[str, str] = field(default_factory=dict)  # images that could not be read, with the reason
 
@@ -89,8 +143,8 @@ def report(
     found = find_runs(paths)
     if all(run.state in ("damaged", "not begun") for run in found):
         reasons = [f"  {run.path}: {'; '.join(run.troubles) or f'{run.state}, no epoch is done'}" for run in found]
-        text = "\n".join(["there is nothing to report on:", *reasons, "Name the folder of a training run."])
-        raise EverytokenError(text)
+        what = "there is nothing to report on. Name the folder of a training run, such as runs/mine."
+        raise EverytokenError("\n".join([what, *reasons]))
     groups = group_runs(found)
     if len(paths) == 1:  # a folder of runs has no order of its own: what learns plain labels is the baseline
         groups.sort(key=lambda group: set(group.runs[0].config.get("objectives") or {"hard"}) != {"hard"})
@@ -118,8 +172,7 @@ def _add_predictions(
 ) -> None:
     """Of one run of each group, and the photos that all of them answered, if somebody will see them."""
     from everytoken_lab.engine.distributed import pick_device
-    from everytoken_lab.reports.photos import labelling, photos
-    from everytoken_lab.reports.predictions import predict_run
+    from everytoken_lab.reports.predictions import labelling, photos, predict_run
 
     device = pick_device(options.device)
     for group in report.groups:
@@ -149,3 +202,65 @@ def _add_predictions(
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+# Groups of runs
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Groups in the order in which their first run was named."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        settings = {**run.settings(), "data": _data(run)}
+        same = json.dumps(settings, sort_keys=True, default=str) if run.config else f"damaged {run.path}"
+        found.setdefault(same, []).append(run)
+    groups: dict[str, Group] = {}
+    for members in found.values():
+        name = _name(members)
+        while name in groups:
+            name += "'"
+        groups[name] = Group(name, tuple(members))
+    return list(groups.values())
+
+
+def _name(runs: Sequence[Run]) -> str:
+    """The runs' names without their seed; else the first one's."""
+    bare = {re.sub(rf"[-_. ]+(seed|s)[-_=]?{run.seed}$", "", run.name) for run in runs}
+    if len(bare) == 1:
+        return bare.pop()
+    return runs[0].name if len(runs) == 1 else f"{runs[0].name} and {len(runs) - 1} more"
+
+
+def _data(run: Run) -> str:
+    """The run's data, as a full path where it is found."""
+    return str(run.place() or run.config.get("data"))
+
+
+def _validated_on(run: Run) -> list[tuple[str, Any]] | None:
+    """Classes of the validation images with how much there is of each: images, objects or pixels; None if unknown."""
+    try:
+        rows = schema.read_json(run.path / "classes.json", list[dict[str, Any]])
+    except (OSError, schema.SchemaError):
+        return None
+    amounts = [(str(row.get("class")), row.get("images", row.get("objects", row.get("pixels")))) for row in rows]
+    return [(name, amount) for name, amount in amounts if amount]
+
+
+def differences(groups: Sequence[Group]) -> list[Difference]:
+    """Of every group with the first one that was validated on the same data."""
+    pairs = ((next(base for base in groups if base.comparable(other)), other) for other in groups)
+    return [found for base, other in pairs if base is not other and (found := difference(base, other))]
+
+
+def difference(base: Group, other: Group) -> Difference | None:
+    """The paired difference of accuracies; None when no two finished runs have the same seed."""
+    first, second = base.by_seed, other.by_seed
+    seeds = tuple(sorted(s for s in first if s is not None and s in second))
+    return Difference(base, other, stats.mean([second[s] - first[s] for s in seeds]), seeds) if seeds else None
+
+
+def config_differences(groups: Sequence[Group]) -> list[tuple[str, list[Any]]]:
+    """(option, its value in each group) for the options that are not the same everywhere; None: not set."""
+    settings = [group.runs[0].settings() for group in groups]
+    rows = [(name, [values.get(name) for values in settings]) for name in dict.fromkeys(n for s in settings for n in s)]
+    return [(name, values) for name, values in rows if any(value != values[0] for value in values[1:])]

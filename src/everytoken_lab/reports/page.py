@@ -19,8 +19,7 @@ from everytoken.files import plain_json
 from everytoken_lab import draw, schema
 from everytoken_lab.engine.accuracy import Predictions
 from everytoken_lab.engine.run_folder import Run
-from everytoken_lab.reports.collect import Report
-from everytoken_lab.reports.groups import Difference, Group
+from everytoken_lab.reports.collect import Difference, Group, Report
 from everytoken_lab.reports.predictions import PredictedRun
 from everytoken_lab.stats import Estimate, compared, paired_difference, percentage
 
@@ -133,7 +132,7 @@ def _interval(group: Group, e: Estimate, report: Report) -> str:
     if e.low is not None:
         return f" ({e.low:.2f} to {e.high:.2f} over {seeds} seeds)"
     for run in (c for c in report.classes if c.group == group.name and seeds == 1):
-        images, of_images = len(run.predictions), run.score
+        images, of_images = len(run.predictions), run.predictions.accuracy
         if report.metric == "top-1":  # that of the last epoch, which may not be the best
             of_images = percentage(np.arange(images) < round(e.value / 100 * images))
         if abs(of_images.value - e.value) <= 0.01:
@@ -176,7 +175,7 @@ def confidence_words(classes: PredictedRun) -> str:
     if calibration is None:
         return f"{name} has too few validation images to calibrate its probabilities."
     words = f"Confidence of {name}: logits are divided by {calibration.temperature:.2f}, as in everytoken predict."
-    if classes.multi_label:
+    if classes.data.multi_label:
         threshold, precision, recall = calibration.best_threshold()
         return f"{words} At a threshold of {threshold:.2f}, precision is {precision:.0f} % and recall {recall:.0f} %."
     threshold, coverage = calibration.threshold(0.95)
@@ -190,7 +189,7 @@ def photo_by_photo(report: Report) -> list[str]:
     lines = []
     for other in report.compared[1:]:
         first = report.compared[0]
-        if first.multi_label:
+        if first.data.multi_label:
             continue
         one, two = first.predictions.correct, other.predictions.correct
         words = compared(paired_difference(one, two), other.group, first.group)
