@@ -410,6 +410,20 @@ def test_without_time_or_disk_the_linear_head_is_the_result(
     assert run.state == "finished"
 
 
+@pytest.mark.parametrize("asked", [{}, {"epochs": 1}])
+def test_fine_tuning_ends_when_the_time_is_over_unless_its_length_was_asked_for(
+    folder, weights, tmp_path, monkeypatch, caplog, asked
+):
+    monkeypatch.setattr(auto_module, "_LATEST", -1.0)
+    with caplog.at_level(logging.INFO):
+        run = train(folder, weights=weights, out=str(tmp_path / "run"), minutes=5, maps="none", **asked, **QUIET)
+    given_up = "Fine-tuning was given up: the time is over, and 1 of" in caplog.text
+    assert given_up == (not asked)
+    assert ("fine-tuned" in story(run)["result"]) == bool(asked)
+    assert run.state == "finished"
+    assert train(folder, weights=weights, out=str(run.path), minutes=5, maps="none", **asked, **QUIET).path == run.path
+
+
 def test_unequal_classes_are_adjusted_for_in_the_head_and_in_training(folder, weights, tmp_path, caplog):
     unequal = tmp_path / "photos"
     shutil.copytree(folder, unequal)

@@ -11,6 +11,7 @@ an undisturbed one.
 from __future__ import annotations
 
 import json
+import math
 import signal
 import socket
 import sys
@@ -52,11 +53,18 @@ class Stopped(EverytokenError):  # noqa: N818  (not an error)
     exit_code: int
 
 
-def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output: str | Path) -> Run:
+class OutOfTime(EverytokenError):  # noqa: N818  (not an error)
+    """The deadline of a run came before its last update."""
+
+
+def run(
+    build: Callable[[World, RunFolder], Task], options: LoopOptions, output: str | Path, deadline: float = math.inf
+) -> Run:
     """Train the task that `build` makes in the folder `output`, from its last good checkpoint if it has one.
 
     Raises:
         Stopped: after SIGTERM or SIGINT; the same call continues the run.
+        OutOfTime: `time.monotonic()` is past the deadline.
     """
     optim.check_loop(options)
     if options.run.threads:
@@ -66,6 +74,7 @@ def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output:
         folder = RunFolder(output, writable=world.is_main)
         with closing(build(world, folder)) as task, ExitStack() as stack:
             loop = Loop(task, options, folder, world)
+            loop.deadline = deadline
             with world.agree():  # if another program has the lock, all processes stop alike
                 if world.is_main:
                     stack.enter_context(folder.open())
@@ -111,6 +120,7 @@ class Loop:
         self.saved = time.monotonic()
         self.validating = 0.0  # seconds of the last validation
         self.signal = 0  # that asked to stop
+        self.deadline = math.inf
 
     @property
     def ema(self) -> nn.Module | None:
@@ -359,6 +369,8 @@ class Loop:
             if self.world.any(bool(self.signal)):
                 self.save()
                 self._stop()
+            if self.world.any(self.world.is_main and time.monotonic() > self.deadline):
+                raise OutOfTime(f"{self.place:,} of {self.total:,} updates in {self.folder.path.name} were done")
             due |= self.world.any(self.world.is_main and time.monotonic() - self.saved > run.checkpoint_minutes * 60)
         if due:
             self.save()

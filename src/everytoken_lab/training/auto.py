@@ -22,6 +22,7 @@ the backbone and the features of the last one.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -55,6 +56,7 @@ from everytoken_lab.data.duplicates import alike, read_facts
 from everytoken_lab.data.tree import dataset_title, network_address
 from everytoken_lab.engine.accuracy import predictions_of
 from everytoken_lab.engine.checkpoint import write_weights
+from everytoken_lab.engine.loop import OutOfTime
 from everytoken_lab.engine.options import AutoOptions, TrainOptions, apply, flat, how_to_run, read_recipe
 from everytoken_lab.engine.run_folder import CROSS_VALIDATED, Run, RunFolder, read_run
 from everytoken_lab.machine import cores, free_disk
@@ -69,6 +71,7 @@ METHOD = "logistic regression on frozen features"
 MINUTES = 20.0
 """The default budget."""
 _LOOKING = 0.25  # of the budget for features and the choice of a backbone, at most
+_LATEST, _ENDING = 1.1, 15.0  # of the budget, at most, less the seconds that the report may take
 _SIMILAR = 0.9  # cosine of the features of two photos that may be the same
 _TOKENS = {"token_labeling": {"beta": 0.5, "class_target": "truth"}}
 
@@ -82,7 +85,8 @@ def train_photos(options: TrainOptions, asked: Set[str], auto: AutoOptions, trus
         auto: the budget.
         trust_code: whether a recipe.yaml that was edited may name objectives by import paths.
     """
-    started = time.monotonic()
+    started, seconds = time.monotonic(), 60 * (auto.minutes or MINUTES)
+    deadline = math.inf if asked & {"epochs", "iters"} else started + _LATEST * seconds - _ENDING
     train, val = _open(options, inputs)
     images = keys_hash(train) + (keys_hash(val) if val is not None else "")
     output, previous = _folder(options, images)
@@ -97,7 +101,7 @@ def train_photos(options: TrainOptions, asked: Set[str], auto: AutoOptions, trus
             folder.log(f"{output} is finished. {story.result['text']}")
             return read_run(output)
         if story.updates is None:
-            job = Job(options, asked, inputs, train, val, output, story, 60 * (auto.minutes or MINUTES), started)
+            job = Job(options, asked, inputs, train, val, output, story, seconds, started)
             _look(job)
             choice, groups = _choose(job, previous, auto.offline)
             _fit(job, choice)
@@ -106,11 +110,16 @@ def train_photos(options: TrainOptions, asked: Set[str], auto: AutoOptions, trus
             story.updates = 0 if auto.linear else _plan(job, choice, groups)
             story.write(folder)
         recipe, photos = None, train if val is None else val
-        if story.updates:
-            recipe = complete(read_tuning(output, options, trust_code), inputs=inputs)
-            for which, part in tuning.trainings(inputs, val is None):
-                train_with(tuning.training(recipe, output, which), part, reported=False)
-        story.result = tuning.keep(output, recipe, inputs)
+        try:
+            if story.updates:
+                recipe = complete(read_tuning(output, options, trust_code), inputs=inputs)
+                for which, part in tuning.trainings(inputs, val is None):
+                    train_with(tuning.training(recipe, output, which), part, reported=False, deadline=deadline)
+            story.result = tuning.keep(output, recipe, inputs, deadline)
+        except OutOfTime as late:
+            story.say(f"Fine-tuning was given up: the time is over, and {late}. This machine was faster when it began.")
+            story.updates, recipe = 0, None
+            story.result = tuning.keep(output, None, inputs)
         story.write(folder)
         folder.log(story.result["text"])
         if recipe is not None and story.result["kept"] == "fine-tuned":

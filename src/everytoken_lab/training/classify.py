@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -154,11 +155,14 @@ class Classification(Task):
             self.folder.log(f"{self.score_name} {score.value:.2f} % ({interval})")
 
 
-def train_with(options: TrainOptions, inputs: Inputs | None = None, reported: bool = True) -> Run:
+def train_with(
+    options: TrainOptions, inputs: Inputs | None = None, reported: bool = True, deadline: float = math.inf
+) -> Run:
     """Train a classifier as complete options say, or continue the run that their output folder holds.
 
     Args:
         reported: whether it ends with a page for people.
+        deadline: of `time.monotonic()`, at which it gives up.
     """
 
     def task(world: World, folder: RunFolder) -> Task:
@@ -169,7 +173,7 @@ def train_with(options: TrainOptions, inputs: Inputs | None = None, reported: bo
         built.is_reported = built.is_reported and reported
         return built
 
-    return run(task, options, options.run.out or default_output(options))
+    return run(task, options, options.run.out or default_output(options), deadline)
 
 
 def train(

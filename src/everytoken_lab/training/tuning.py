@@ -14,11 +14,13 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 import time
 import timeit
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -282,7 +284,7 @@ def updates_in_time(job: Job, options: TrainOptions, backbone: FrozenBackbone, j
 
 
 def step_seconds(job: Job, options: TrainOptions, steps: int = 3) -> tuple[float, float]:
-    """Seconds of the fastest of some training steps, and of loading a batch in one process."""
+    """Median seconds of some training steps, and of loading a batch in one process."""
     options = replace(options, dataset=replace(options.dataset, workers=0))
     world, folder = World(0, 1, job.device), RunFolder(job.output / ".timing", writable=False)
     task = Classification(build(options, world, job.inputs), options, world, folder)
@@ -299,7 +301,7 @@ def step_seconds(job: Job, options: TrainOptions, steps: int = 3) -> tuple[float
         working.append(time.perf_counter() - started)
         task.zero_grad(set_to_none=True)
     task.close()
-    return min(working), min(loading)
+    return median(working), median(loading)
 
 
 # -- which model to keep -----------------------------------------------------------------------------------------------
@@ -329,11 +331,12 @@ def training(options: TrainOptions, output: Path, which: str = "") -> TrainOptio
     return apply(options, values, "auto")
 
 
-def keep(output: Path, tuning: TrainOptions | None, inputs: Inputs) -> dict[str, Any]:
+def keep(output: Path, tuning: TrainOptions | None, inputs: Inputs, deadline: float = math.inf) -> dict[str, Any]:
     """Make the better model the result of the run; what is kept, its number and what it is a number of.
 
     Args:
         tuning: options of the fine-tuning, if there was one.
+        deadline: at which fine-tuning gives up.
     """
     crossed = read_run(output / "linear").cross_validated
     answers, folds = saved_answers(output / "linear" / CACHE), FOLDS if crossed else 0
@@ -352,7 +355,7 @@ def keep(output: Path, tuning: TrainOptions | None, inputs: Inputs) -> dict[str,
         result |= {"kept": "fine-tuned"}
         if crossed:
             own = training(tuning, output)
-            train_with(own, inputs.only("all"), reported=False)
+            train_with(own, inputs.only("all"), reported=False, deadline=deadline)
             model = mean_model(own, inputs)
         _save_tuned(output, model, judged, crossed)
     metric = "mAP" if isinstance(answers, MultiLabelPredictions) else "top1"
