@@ -16,9 +16,9 @@ import everytoken  # noqa: F401
 from everytoken.models.weights import read_weights
 from everytoken_lab.cli import main
 from everytoken_lab.dense.backbone import build_features
+from everytoken_lab.dense.detect import CocoOptions, DetectOptions, FindOptions
 from everytoken_lab.dense.detect.data import open_instances
 from everytoken_lab.dense.detect.model import load_detector
-from everytoken_lab.dense.detect.options import CocoOptions, DetectOptions, FindOptions
 from everytoken_lab.dense.detect.task import Detections, DetectTask, Inference, coco_scores
 from everytoken_lab.engine.optim import build_schedule
 from everytoken_lab.engine.options import BackboneOptions

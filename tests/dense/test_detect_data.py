@@ -13,6 +13,7 @@ from everytoken_lab.data.datasets import DataError
 from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.data.loader import Request
 from everytoken_lab.dense.common import TargetSet, resized
+from everytoken_lab.dense.detect import CocoOptions, DetectAugment
 from everytoken_lab.dense.detect.data import (
     DetectTransform,
     InstanceSet,
@@ -26,7 +27,6 @@ from everytoken_lab.dense.detect.data import (
     random_crop,
     through,
 )
-from everytoken_lab.dense.detect.options import CocoOptions, DetectAugment
 
 coco = pytest.importorskip("pycocotools.mask")
 

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.detection.image_list import ImageList
 
 from everytoken.errors import EverytokenError
+from everytoken_lab.dense.detect import NEW_RUN, DetectAugment, DetectOptions, DetectorOptions, FindOptions
 from everytoken_lab.dense.detect.data import BatchObjects, Objects
 from everytoken_lab.dense.detect.model import (
     Anchors,
@@ -21,7 +22,6 @@ from everytoken_lab.dense.detect.model import (
     build_detector,
     pool_regions,
 )
-from everytoken_lab.dense.detect.options import NEW_RUN, DetectAugment, DetectOptions, DetectorOptions, FindOptions
 from everytoken_lab.dense.detect.task import paste
 from everytoken_lab.engine.options import BackboneOptions
 

@@ -12,9 +12,9 @@ from PIL import Image
 from everytoken_lab.cli import main
 from everytoken_lab.data.tree import result_stems
 from everytoken_lab.dense.backbone import build_features
+from everytoken_lab.dense.segment import EvalOptions, MaskOptions
 from everytoken_lab.dense.segment.data import open_masks
 from everytoken_lab.dense.segment.model import Segmenter, load_segmenter
-from everytoken_lab.dense.segment.options import EvalOptions, MaskOptions
 from everytoken_lab.dense.segment.task import Inference, SegmentTask
 from everytoken_lab.draw import colour_of, palette_image, rgb
 from everytoken_lab.engine.options import BackboneOptions

@@ -15,8 +15,8 @@ from everytoken_lab.data.datasets import DataError
 from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.data.loader import Loader
 from everytoken_lab.dense.common import resized
+from everytoken_lab.dense.segment import MaskOptions, SegmentAugment
 from everytoken_lab.dense.segment.data import MaskReader, SegmentTransform, distort, divided, open_masks, read_classes
-from everytoken_lab.dense.segment.options import MaskOptions, SegmentAugment
 
 
 def save(path: Path, values) -> None:

@@ -17,6 +17,7 @@ from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken_lab.cli import main
 from everytoken_lab.dense.backbone import Features, build_features
+from everytoken_lab.dense.segment import NEW_RUN, DecoderOptions, EvalOptions, SegmentOptions
 from everytoken_lab.dense.segment.model import (
     LVVIT,
     FcnHead,
@@ -27,7 +28,6 @@ from everytoken_lab.dense.segment.model import (
     load_segmenter,
     pixel_loss,
 )
-from everytoken_lab.dense.segment.options import NEW_RUN, DecoderOptions, EvalOptions, SegmentOptions
 from everytoken_lab.dense.segment.task import Inference, SegmentScore, best_class, slide, starts
 from everytoken_lab.engine.options import BackboneOptions
 from everytoken_lab.engine.recipe import apply, header, read_recipe, recipe_names

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from everytoken_lab.cli import _dense
 from everytoken_lab.cli.train import TrainFlags
-from everytoken_lab.dense.segment.options import SegmentEval, SegmentOptions, SegmentPredict
+from everytoken_lab.dense.segment import SegmentEval, SegmentOptions, SegmentPredict
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from everytoken_lab.data.labels import check_relative
 from everytoken_lab.data.loader import BatchReader, Request
 from everytoken_lab.data.warp import render
 from everytoken_lab.dense.common import SPLITS, TargetSet, resized
-from everytoken_lab.dense.detect.options import CocoOptions, DetectAugment
+from everytoken_lab.dense.detect import CocoOptions, DetectAugment
 
 CROP_RESIZE = (400, 500, 600)  # short sides, one of which an image has before it is cropped
 CROP_LONGEST = 1333  # its long side is at most this

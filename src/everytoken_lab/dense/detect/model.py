@@ -44,8 +44,8 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from everytoken.errors import EverytokenError
 from everytoken_lab.dense.backbone import Features, build_features
 from everytoken_lab.dense.common import DenseInfo, load_dense
+from everytoken_lab.dense.detect import DetectOptions, DetectorOptions, FindOptions
 from everytoken_lab.dense.detect.data import BatchObjects
-from everytoken_lab.dense.detect.options import DetectOptions, DetectorOptions, FindOptions
 
 IOUS = (0.5, 0.6, 0.7)
 DEVIATIONS = ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))

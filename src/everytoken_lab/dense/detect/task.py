@@ -42,6 +42,14 @@ from everytoken_lab.dense.common import (
     open_unseen,
     train_dense,
 )
+from everytoken_lab.dense.detect import (
+    NEW_RUN,
+    DetectAugment,
+    DetectEval,
+    DetectOptions,
+    DetectPredict,
+    FindOptions,
+)
 from everytoken_lab.dense.detect.data import (
     DetectTransform,
     InstanceSet,
@@ -54,14 +62,6 @@ from everytoken_lab.dense.detect.data import (
     whole_file,
 )
 from everytoken_lab.dense.detect.model import Detector, DetectorInfo, build_detector, load_detector
-from everytoken_lab.dense.detect.options import (
-    NEW_RUN,
-    DetectAugment,
-    DetectEval,
-    DetectOptions,
-    DetectPredict,
-    FindOptions,
-)
 from everytoken_lab.draw import Panel, Row, fit_photo, object_overlay
 from everytoken_lab.engine.distributed import World, pick_device
 from everytoken_lab.engine.options import SourceOptions, fill

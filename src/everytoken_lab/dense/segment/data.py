@@ -36,7 +36,7 @@ from everytoken_lab.data.loader import BatchReader, Request
 from everytoken_lab.data.tree import is_image
 from everytoken_lab.data.warp import render
 from everytoken_lab.dense.common import SPLITS, TargetSet, resized
-from everytoken_lab.dense.segment.options import MaskOptions, SegmentAugment
+from everytoken_lab.dense.segment import MaskOptions, SegmentAugment
 
 _UNKNOWN = -2
 _VALUES = 256  # of a mask

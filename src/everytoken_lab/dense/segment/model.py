@@ -28,7 +28,7 @@ from everytoken.models import lvvit
 from everytoken.models.weights import load_weights, read_weights
 from everytoken_lab.dense.backbone import Features, build_features
 from everytoken_lab.dense.common import DenseInfo, load_dense
-from everytoken_lab.dense.segment.options import DecoderOptions, EvalOptions, SegmentOptions
+from everytoken_lab.dense.segment import DecoderOptions, EvalOptions, SegmentOptions
 from everytoken_lab.engine.options import BackboneOptions
 from everytoken_lab.models.open import find_weights
 

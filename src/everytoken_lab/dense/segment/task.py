@@ -38,9 +38,7 @@ from everytoken_lab.dense.common import (
     resized,
     train_dense,
 )
-from everytoken_lab.dense.segment.data import LONGEST, MaskReader, SegmentTransform, divided, open_masks
-from everytoken_lab.dense.segment.model import Segmenter, SegmenterInfo, build_segmenter, load_segmenter, resize
-from everytoken_lab.dense.segment.options import (
+from everytoken_lab.dense.segment import (
     NEW_RUN,
     EvalOptions,
     SegmenterOptions,
@@ -48,6 +46,8 @@ from everytoken_lab.dense.segment.options import (
     SegmentOptions,
     SegmentPredict,
 )
+from everytoken_lab.dense.segment.data import LONGEST, MaskReader, SegmentTransform, divided, open_masks
+from everytoken_lab.dense.segment.model import Segmenter, SegmenterInfo, build_segmenter, load_segmenter, resize
 from everytoken_lab.draw import (
     ClassColours,
     Panel,
