@@ -213,7 +213,7 @@ def test_a_missing_extra_is_said_before_anything_is_done(vit, tmp_path, monkeypa
 
 
 def test_the_calibration_travels_with_the_export(vit, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("everytoken_lab.evaluation.calibrated.FEWEST", 5)
+    monkeypatch.setattr("everytoken_lab.evaluation.run.FEWEST", 5)
     wanted = lab.predict(vit, data / "val", workers=0)
     assert "calibrated on 12" in wanted.notes[0]
     folder = lab.export(vit, tmp_path / "out").folder

@@ -22,10 +22,8 @@ from everytoken_lab.data.decode import Picture
 from everytoken_lab.data.tree import gather_images, result_stems
 from everytoken_lab.draw import object_overlay
 from everytoken_lab.evaluation import PredictOptions, Progress
-from everytoken_lab.evaluation.calibrated import calibrated
-from everytoken_lab.evaluation.calibrated import probabilities as shown_probabilities
 from everytoken_lab.evaluation.locate import ALIKE, Location, Locator, run_lengths
-from everytoken_lab.evaluation.run import Inference, Voter, open_with, write_csv
+from everytoken_lab.evaluation.run import Inference, Voter, calibrated, open_with, shown_probabilities, write_csv
 from everytoken_lab.models.open import OpenModel
 
 UNSURE = "unsure"

@@ -24,10 +24,8 @@ from everytoken_lab.classes import shown_name
 from everytoken_lab.data.decode import Picture
 from everytoken_lab.engine.run_folder import PUBLISHED
 from everytoken_lab.evaluation import InferenceOptions
-from everytoken_lab.evaluation.calibrated import calibrated
-from everytoken_lab.evaluation.calibrated import probabilities as shown_probabilities
 from everytoken_lab.evaluation.locate import cell_classes
-from everytoken_lab.evaluation.run import network_inputs, open_with
+from everytoken_lab.evaluation.run import calibrated, network_inputs, open_with, shown_probabilities
 from everytoken_lab.explanation import ExplainOptions
 from everytoken_lab.explanation.mixed import draw_box, follow_mix
 from everytoken_lab.explanation.saliency import Method, choose_method, evaluating, relevance

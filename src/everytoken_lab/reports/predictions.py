@@ -24,8 +24,7 @@ from everytoken_lab.classes import shown_name
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.engine.accuracy import AnyPredictions, MultiLabelPredictions, Predictions
 from everytoken_lab.engine.run_folder import Run
-from everytoken_lab.evaluation.calibrated import FEWEST, keep_calibration, read_calibration, validation_set
-from everytoken_lab.evaluation.run import evaluate
+from everytoken_lab.evaluation.run import FEWEST, evaluate, keep_calibration, read_calibration, validation_set
 from everytoken_lab.models.description import describe
 from everytoken_lab.models.open import OpenModel, find_weights, open_model
 from everytoken_lab.stats import Estimate

@@ -28,8 +28,7 @@ from everytoken_lab.engine.distributed import pick_device
 from everytoken_lab.engine.options import TrainOptions
 from everytoken_lab.engine.recipe import apply
 from everytoken_lab.engine.run_folder import CROSS_VALIDATED, RunFolder, read_run
-from everytoken_lab.evaluation.calibrated import keep_calibration
-from everytoken_lab.evaluation.run import EvalOptions, Inference, Voter
+from everytoken_lab.evaluation.run import EvalOptions, Inference, Voter, keep_calibration
 from everytoken_lab.models.description import describe
 from everytoken_lab.models.open import OpenModel, open_model
 from everytoken_lab.reports.predictions import CACHE, stamp
