@@ -235,9 +235,6 @@ def model_card(
 ) -> str:
     """The text of README.md."""
     info, config = opened.info, None if run is None else run.config
-    facts = _data_facts(run, info.multi_label)
-    result = facts.get("result")
-    title = info.architecture if run is None else run.name
     front: dict[str, Any] = {
         "library_name": "timm",
         "pipeline_tag": "image-classification",
@@ -251,15 +248,13 @@ def model_card(
     environment.filters |= {"code": _code, "plain": _plain}
     return environment.get_template("card.md").render(
         front=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
-        title=title,
+        title=info.architecture if run is None else run.name,
         opened=opened,
         info=info,
         names=[shown_name(name) for name in info.class_names],
         config=config,
-        facts=facts,
+        facts=_data_facts(run, info.multi_label),
         settings=[name for name in _SETTINGS if config and config.get(name) not in (None, "", 0)],
-        result=result,
-        calibration=info.calibration,
         differences=differences,
         registered=type(opened.model.backbone).__module__.startswith("everytoken"),
         preprocessing=preprocessing(info),

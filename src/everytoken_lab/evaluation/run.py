@@ -27,7 +27,7 @@ from everytoken.models.common import make_attention_explicit
 from everytoken.models.token_model import probe
 from everytoken_lab import schema
 from everytoken_lab.calibration import Calibration, calibrate
-from everytoken_lab.classes import imagenet_numbers, match_classes
+from everytoken_lab.classes import ClassMatch, imagenet_numbers, match_classes
 from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.data.decode import Picture
@@ -209,22 +209,18 @@ class Inference:
 
     def predictions(
         self,
-        labels: Tensor,
-        columns: Tensor | None = None,
+        match: ClassMatch,
         keep: Callable[[Tensor, Tensor, Tensor], None] | None = None,
         multi_label: bool = False,
     ) -> AnyPredictions:
-        """What each image got; `labels`: the class of the model (or column) for each class of the data.
-
-        `columns`: outputs that may be answered. `keep` is called with positions, labels and logits of each batch.
-        """
+        """What each image got; `keep` is called with positions, labels and logits of each batch."""
         parts: list[AnyPredictions] = []
-        labels = labels.to(self.device)
-        columns = None if columns is None else columns.to(self.device)
+        labels = torch.from_numpy(match.labels).to(self.device)
+        columns = slice(None) if match.columns is None else torch.from_numpy(match.columns).to(self.device)
         for batch, logits in self.batches():
             assert batch.labels is not None
             assert batch.indices is not None
-            chosen = logits if columns is None else logits[:, columns]
+            chosen = logits[:, columns]
             truth = _many_labels(batch.labels, labels, chosen) if multi_label else labels[batch.labels]
             parts.append(predictions_of(batch.indices, truth, chosen))
             if keep is not None:
@@ -271,7 +267,7 @@ def evaluate(
         name = opened.source if isinstance(source, OpenModel) else options.weights or str(source)
         dataset, note = open_part([name], str(data), options.split)
         notes = (note,) if note else ()
-    labels = torch.from_numpy(match_classes(opened.classes, dataset.class_names, dataset.name).labels)
+    match = match_classes(opened.classes, dataset.class_names, dataset.name)
     multi_label = opened.info.multi_label
     if dataset.multi_label and not multi_label:
         raise EverytokenError(f"{dataset.name} is multi-label, but {opened.source} answers one class per image")
@@ -289,7 +285,7 @@ def evaluate(
         kept.append([values[chosen.to(values.device, non_blocking=True)].cpu() for values in batch])
 
     started = time.perf_counter()
-    predictions = inference.predictions(labels, keep=keep if calibrates else None, multi_label=multi_label)
+    predictions = inference.predictions(match, keep=keep if calibrates else None, multi_label=multi_label)
     seconds = time.perf_counter() - started
     keys = [dataset.key(i) for i in range(len(dataset))]
     numbers: dict[str, float] = predictions.summary()
@@ -299,7 +295,7 @@ def evaluate(
         numbers |= real_accuracy(predictions, keys, read_real(options.real), imagenet)
     names = list(opened.class_names)
     if not opened.classes.or_imagenet().names:
-        for folder, output in zip(dataset.class_names, labels.tolist(), strict=True):
+        for folder, output in zip(dataset.class_names, match.labels.tolist(), strict=True):
             names[output] = folder
     calibration = None
     if calibrates:

@@ -74,7 +74,8 @@ def relevance(model: nn.Module, images: Tensor, classes: Tensor | Sequence[int],
                 weights = [matrix.detach() for matrix in matrices]
                 if chosen == "lrp":
                     weights = attention_relevance(backbone, blocks, matrices, indices[:, i])
-                steps = [_relevance_step(a, g) for a, g in zip(weights, grads, strict=True)]
+                pairs = zip(weights, grads, strict=True)  # without a gradient, nothing of it reaches the class
+                steps = [(torch.zeros_like(a) if g is None else g * a).clamp(min=0).mean(1) for a, g in pairs]
                 start = _identity(1, steps[-1].shape[2], steps[-1])
                 maps.append(_read(backbone, accumulate(steps) - start, size))
         return torch.stack(maps, dim=1)
@@ -114,13 +115,6 @@ def accumulate(steps: Sequence[Tensor]) -> Tensor:
         updated = step.shape[1]
         result = torch.cat((result[:, :updated] + torch.bmm(step, result), result[:, updated:]), dim=1)
     return result
-
-
-def _relevance_step(attention: Tensor, gradient: Tensor | None) -> Tensor:
-    """Ā: mean over heads of (∇A ⊙ A)⁺, [B, M, N]; "lrp" has R_A for A. Zeros where nothing of it reaches the class."""
-    if gradient is None:
-        return attention.new_zeros(attention.shape[0], *attention.shape[2:])
-    return (gradient * attention).clamp(min=0).mean(1)
 
 
 def _read(backbone: nn.Module, result: Tensor, size: tuple[int, int]) -> Tensor:
@@ -315,12 +309,7 @@ def propagation_blocks(backbone: nn.Module) -> list[Any]:
 def _reads_class_token(model: Any) -> bool:
     """Whether one linear head reads the class token, with nothing in between."""
     direct = isinstance(model.head, nn.Linear) and isinstance(model.fc_norm, nn.Identity)
-    return (
-        direct
-        and model.global_pool == "token"
-        and not hasattr(model, "head_dist")
-        and not getattr(model, "attn_pool", None)
-    )
+    return direct and model.global_pool == "token" and read_tokens(model) == "token"
 
 
 def _plain(block: Any) -> bool:

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Interval
 
-from everytoken_lab import schema
+from everytoken._lazy import lazy
 from everytoken_lab.evaluation import InferenceOptions
 
 if TYPE_CHECKING:
-    from everytoken_lab.robust.run import Robustness
+    from everytoken_lab.robust.run import robustness
 
+__getattr__, __dir__ = lazy(__name__, {"everytoken_lab.robust.run": ["robustness"]})
 __all__ = ["RobustOptions", "robustness"]
 
 Progress = Callable[..., None]
@@ -59,19 +59,3 @@ class RobustOptions(InferenceOptions):
     """Queries of Square."""
     targets: Positive = 9
     """Target classes of targeted attacks."""
-
-
-def robustness(
-    source: str | Path, out: str | Path = "", *, progress: Progress | None = None, **options: Any
-) -> Robustness:
-    """Test a model, or two side by side, on several suites. Predictions and attack logs are cached.
-
-    Args:
-        source: a run folder, a weights file, timm:NAME, hf-hub:USER/NAME or registry:NAME.
-        out: folder for tables, predictions and logs; default: RUN/robust, else robust/NAME.
-        options: fields of `RobustOptions`.
-    """
-    from everytoken_lab.robust.run import run_robustness
-
-    settings = schema.from_keywords(RobustOptions, options, "robustness()")
-    return run_robustness(str(source), str(out), settings, progress or (lambda *_: None))

@@ -86,15 +86,12 @@ class UperHead(nn.Module):
         self.fuse = ConvNormRelu(len(dims) * channels, channels, 3)
         self.classifier = Classifier(channels, classes, dropout)
 
-    def pool(self, grid: Tensor) -> Tensor:
-        """[B, D, h, w] -> [B, channels, h, w] with the whole image in it."""
-        pools = [conv(F.adaptive_avg_pool2d(grid, cells)) for cells, conv in zip(POOLS, self.pooled, strict=True)]
-        out: Tensor = self.bottleneck(torch.cat([grid, *(resize(pool, grid) for pool in pools)], 1))
-        return out
-
     def forward(self, maps: Sequence[Tensor]) -> Tensor:
         """[[B, D_i, h_i, w_i], ...] -> [B, K, h_0, w_0]."""
-        levels = [*(conv(grid) for conv, grid in zip(self.lateral, maps[:-1], strict=True)), self.pool(maps[-1])]
+        last = maps[-1]
+        pools = [conv(F.adaptive_avg_pool2d(last, cells)) for cells, conv in zip(POOLS, self.pooled, strict=True)]
+        whole = self.bottleneck(torch.cat([last, *(resize(pool, last) for pool in pools)], 1))
+        levels = [*(conv(grid) for conv, grid in zip(self.lateral, maps[:-1], strict=True)), whole]
         for i in range(len(levels) - 1, 0, -1):
             levels[i - 1] = levels[i - 1] + resize(levels[i], levels[i - 1])
         out = [*(conv(grid) for conv, grid in zip(self.smooth, levels[:-1], strict=True)), levels[-1]]
