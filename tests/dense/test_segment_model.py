@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import everytoken  # noqa: F401
@@ -32,6 +33,8 @@ from everytoken_lab.dense.segment.task import Inference, SegmentScore, best_clas
 from everytoken_lab.engine.options import BackboneOptions
 from everytoken_lab.engine.recipe import apply, header, read_recipe, recipe_names
 from everytoken_lab.models.description import Description
+
+from .conftest import make_shapes
 
 
 @pytest.mark.parametrize("name", [n for n in recipe_names() if n.startswith("segment_")])
@@ -120,14 +123,6 @@ def test_upernet_equals_a_slow_version_written_out():
     joined = torch.cat([head.smooth[0](level0), up(head.smooth[1](level1), size), up(level2, size)], 1)
     expected = head.classifier(head.fuse(joined))
     torch.testing.assert_close(head(maps), expected)
-
-
-def test_fcn_looks_at_one_map_only():
-    head = FcnHead([4, 6], 3, 8, 2, 0.1, index=0).eval()
-    maps = [torch.randn(1, 4, 5, 5), torch.randn(1, 6, 3, 3)]
-    out = head(maps)
-    assert out.shape == (1, 3, 5, 5)
-    torch.testing.assert_close(head([maps[0], maps[1] * 0]), out)
 
 
 def tiny(head: str = "upernet", model: str = "vit_tiny_patch16_224", **more) -> Segmenter:
@@ -273,14 +268,6 @@ def test_answers_have_the_size_of_the_image_and_chunks_do_not_change_them(monkey
     assert answer.shape == (40, 90)
 
 
-def test_a_file_that_is_no_segmenter_is_named(tmp_path):
-    from safetensors.torch import save_file
-
-    save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
-    with pytest.raises(EverytokenError, match=r"x\.safetensors is not a segmenter.*--weights"):
-        load_segmenter(tmp_path / "x.safetensors")
-
-
 # -- released segmenters ----------------------------------------------------------------------------------------------
 
 
@@ -419,7 +406,7 @@ def test_released_segmenters_answer_as_the_released_code(name, write_released, c
 
 
 def test_a_released_segmenter_is_evaluated_and_gives_its_backbone_from_the_command_line(
-    write_released, make_shapes, tmp_path, capsys
+    write_released, tmp_path, capsys
 ):
     released, path = write_released("s")
     shapes = make_shapes(tmp_path / "shapes", train=2, val=1)
@@ -440,3 +427,6 @@ def test_a_released_segmenter_is_evaluated_and_gives_its_backbone_from_the_comma
     torch.save({"a": torch.zeros(2)}, path)
     with pytest.raises(EverytokenError, match=r"upernet_lvvit_s\.pth is not"):
         load_segmenter(path)
+    save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(EverytokenError, match=r"x\.safetensors is not a segmenter.*--weights"):
+        load_segmenter(tmp_path / "x.safetensors")

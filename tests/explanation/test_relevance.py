@@ -175,26 +175,6 @@ def test_frozen_weights_and_inference_mode_change_nothing():
         assert torch.equal(relevance(model, images(), [1]), plain)
 
 
-class Strange(torch.nn.Module):
-    """Attention of a class that nobody knows."""
-
-    def forward(self, x, **settings):
-        return x.cumsum(1)
-
-
-def test_unknown_attention_is_named_with_the_way_out():
-    model = tiny_vit().eval()
-    model.blocks[1].attn = Strange()
-    with pytest.raises(UnsupportedModelError, match=r"Strange.*method='cam'"):
-        relevance(model, images(), [0])
-
-
-def test_a_hierarchical_model_says_so_when_asked_for_attention():
-    model = timm.create_model("resnet18", num_classes=3)
-    with pytest.raises(NoAttentionError, match=r"ResNet.*method='cam'"):
-        relevance(model, images(1), [0], "attention")
-
-
 def slow_lrp(model, x, number):
     """Relevance propagation of one image, every rule by autograd in double precision: the map [N] of the patches."""
     gradient = torch.autograd.grad
@@ -273,7 +253,13 @@ def test_propagated_relevance_is_that_of_the_rules_one_by_one(name):
     assert not torch.allclose(heat, relevance(model, x, classes, "attention").flatten(2), rtol=0.1)
 
 
-def test_propagation_through_other_models_is_refused_with_a_way_out():
+def test_models_that_a_method_does_not_know_are_refused_with_a_way_out():
+    strange = tiny_vit()
+    strange.blocks[1].attn = nn.LSTM(48, 48)  # nobody knows how it mixes tokens
+    with pytest.raises(UnsupportedModelError, match=r"LSTM.*method='cam'"):
+        relevance(strange, images(), [0])
+    with pytest.raises(NoAttentionError, match=r"ResNet.*method='cam'"):
+        choose_method(timm.create_model("resnet18"), "attention")
     for name, arguments in (
         ("swin_nano_patch2_window4_32", {}),
         ("lvvit_nano_patch4_32", {"norm_position": "post"}),

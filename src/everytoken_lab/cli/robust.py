@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from everytoken_lab.cli._parse import Source, values_of
 from everytoken_lab.progress import Progress
-from everytoken_lab.robust import RobustOptions, robustness
+from everytoken_lab.robust import RobustOptions
 from everytoken_lab.schema import say
 
 
@@ -32,6 +32,8 @@ class RobustCommand(RobustOptions):
 
 
 def main(options: RobustCommand) -> None:
+    from everytoken_lab.robust.run import robustness
+
     with contextlib.ExitStack() as stack:
         bars: dict[str, Progress] = {}
 

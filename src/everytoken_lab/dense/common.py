@@ -45,7 +45,6 @@ from everytoken_lab.models.open import find_weights
 from everytoken_lab.training.batch_picture import IMAGES, pixels_of
 
 A = TypeVar("A")
-N = TypeVar("N", bound=nn.Module)
 SIDE = 360  # of a picture in batch.jpg, pixels
 SPLITS = {
     "train": ("train", "training", "train2017"),
@@ -93,11 +92,15 @@ class DenseInfo:
     backbone: Description  # img_size is that of training
     class_names: tuple[str, ...]
 
+    def network(self, features: Features) -> Any:
+        """The network on its backbone; its weights are random."""
+        raise NotImplementedError
+
 
 I = TypeVar("I", bound=DenseInfo)  # noqa: E741
 
 
-def load_dense(source: str | Path, info_type: type[I], build: Callable[[Features, I], N]) -> tuple[N, I]:
+def load_dense(source: str | Path, info_type: type[I]) -> tuple[Any, I]:
     """A trained network in evaluation mode and its description, from its run folder or a weights file of it."""
     path = find_weights(source)
     values = read_metadata(path, info_type.METADATA)
@@ -105,7 +108,7 @@ def load_dense(source: str | Path, info_type: type[I], build: Callable[[Features
         raise EverytokenError(f"{path} {info_type.HINT}")
     info = schema.parse(info_type, values, f"{path}, description of the weights")
     Description.from_values(values["backbone"], str(path))  # which checks architecture and arguments
-    model = build(rebuild_features(info.backbone), info)
+    model = info.network(rebuild_features(info.backbone))
     report = load_weights(model, path)
     if report.missing or report.left_out:
         raise EverytokenError(f"{path} does not fit the network that it describes:\n{report}")

@@ -188,15 +188,10 @@ def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) ->
     module = _Answers(opened, cells, opened.info.token_vote).eval()
     info = replace(opened.info, token_vote=0.0)  # which is in the logits now
     program = onnx.load_from_string(export_onnx(module, images[:2], outputs))
-    onnx.helper.set_model_props(
-        program,
-        {
-            **info.to_metadata(),
-            "classes": json.dumps(info.class_names, ensure_ascii=False),
-            "preprocessing": json.dumps(preprocessing(info)),
-            "temperature": str(1.0 if info.calibration is None else info.calibration.temperature),
-        },
-    )
+    temperature = 1.0 if info.calibration is None else info.calibration.temperature
+    about = {"classes": json.dumps(info.class_names, ensure_ascii=False)}
+    about |= {"preprocessing": json.dumps(preprocessing(info)), "temperature": str(temperature)}
+    onnx.helper.set_model_props(program, {**info.to_metadata(), **about})
     content = sealed(program.SerializeToString())
     session = open_session(content)
 
@@ -235,16 +230,12 @@ def model_card(
 ) -> str:
     """The text of README.md."""
     info, config = opened.info, None if run is None else run.config
-    front: dict[str, Any] = {
-        "library_name": "timm",
-        "pipeline_tag": "image-classification",
-        "tags": ["image-classification", "timm", "everytoken"],
-    }
+    front: dict[str, Any] = {"library_name": "timm", "pipeline_tag": "image-classification"}
+    front["tags"] = ["image-classification", "timm", "everytoken"]
     if options.license:
         front["license"] = options.license
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("everytoken_lab.evaluation"), trim_blocks=True, lstrip_blocks=True
-    )
+    loader = jinja2.PackageLoader("everytoken_lab.evaluation")
+    environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"code": _code, "plain": _plain}
     return environment.get_template("card.md").render(
         front=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),

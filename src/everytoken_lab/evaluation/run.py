@@ -174,15 +174,8 @@ class Inference:
             size = view.img_size if isinstance(view.img_size, tuple) else (view.img_size, view.img_size)
             make_attention_explicit(model, probe(model.model, size))  # as training does, and so validation
         self.bad_images = BadImages(options.on_bad_image)
-        self.loader = Loader(
-            data,
-            view,
-            options.batch_size,
-            train=False,
-            workers=options.workers,
-            bad_images=self.bad_images,
-            pin_memory=self.device.type == "cuda",
-        )
+        how: dict[str, Any] = {"workers": options.workers, "pin_memory": self.device.type == "cuda"}
+        self.loader = Loader(data, view, options.batch_size, train=False, bad_images=self.bad_images, **how)
 
     @torch.no_grad()
     def batches(self) -> Iterator[tuple[Batch, Tensor]]:
@@ -260,13 +253,10 @@ def evaluate(
     """
     options = schema.from_keywords(EvalOptions, settings, "evaluate()")
     opened = open_with(source, options)
-    notes: tuple[str, ...] = ()
-    if isinstance(data, DataSet):
-        dataset = data
-    else:
+    dataset, note = data, ""
+    if not isinstance(dataset, DataSet):
         name = opened.source if isinstance(source, OpenModel) else options.weights or str(source)
         dataset, note = open_part([name], str(data), options.split)
-        notes = (note,) if note else ()
     match = match_classes(opened.classes, dataset.class_names, dataset.name)
     multi_label = opened.info.multi_label
     if dataset.multi_label and not multi_label:
@@ -287,7 +277,7 @@ def evaluate(
     started = time.perf_counter()
     predictions = inference.predictions(match, keep=keep if calibrates else None, multi_label=multi_label)
     seconds = time.perf_counter() - started
-    keys = [dataset.key(i) for i in range(len(dataset))]
+    keys = list(dataset.keys())
     numbers: dict[str, float] = predictions.summary()
     numbers |= {"images": len(predictions), "images_per_second": len(predictions) / seconds}
     numbers["parameters"] = opened.parameters
@@ -302,7 +292,8 @@ def evaluate(
         indices, truth, logits = (torch.cat(values).numpy() for values in zip(*kept, strict=True))
         order = np.argsort(indices)  # batches come in any order
         calibration = calibrate(logits[order], truth[order])
-    return Evaluation(numbers, predictions, names, keys, dict(inference.bad_images.seen), notes, calibration)
+    notes, skipped = (note,) if note else (), dict(inference.bad_images.seen)
+    return Evaluation(numbers, predictions, names, keys, skipped, notes, calibration)
 
 
 # -- the calibration of a run ------------------------------------------------------------------------------------------
@@ -393,7 +384,7 @@ def _calibrate(opened: OpenModel, run: Run, options: InferenceOptions) -> Calibr
     if len(images) < FEWEST:
         raise EverytokenError(f"there are fewer than {FEWEST}")
     some = images.subset(sample_positions(len(images), MOST))
-    how: dict[str, Any] = {"batch_size": options.batch_size, "workers": options.workers, "device": options.device}
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("batch_size", "workers", "device")}
     calibration = evaluate(opened, some, calibrates=True, on_bad_image="skip", **how).calibration
     assert calibration is not None
     return calibration

@@ -198,21 +198,17 @@ def _explain_mix(models: Sequence[ExplainedModel], files: Sequence[str], options
         mixed = np.where(mask[0].numpy()[..., None] > 0, first, second)
         photos = [draw.fit_photo(Image.fromarray(pixels)) for pixels in (first, second, mixed)]
         size, aligned = photos[2].size, story.aligned.numpy()
-        captions = [
-            ("first image", photos[0], Path(files[0]).name),
-            ("second image", photos[1], Path(files[1]).name),
-            ("mixed", photos[2], f"{story.ratio:.0%} of the area is the first image"),
-            ("labels by area", draw.share_picture(story.start.numpy(), size), f"target {story.ratio:.2f}"),
-            (
-                "aligned labels",
-                draw.share_picture(aligned, size),
-                f"target {story.share:.2f} · tokens {aligned.min():.2f} to {aligned.max():.2f}",
-            ),
-            ("share of the first, by layer", draw.layer_chart(story.layers, story.ratio), "dashed: by area"),
+        by_area, by_model = (draw.share_picture(shares, size) for shares in (story.start.numpy(), aligned))
+        target = f"target {story.share:.2f} · tokens {aligned.min():.2f} to {aligned.max():.2f}"
+        panels = [
+            draw.Panel("first image", photos[0], Path(files[0]).name),
+            draw.Panel("second image", photos[1], Path(files[1]).name),
+            draw.Panel("mixed", photos[2], f"{story.ratio:.0%} of the area is the first image"),
+            draw.Panel("labels by area", by_area, f"target {story.ratio:.2f}"),
+            draw.Panel("aligned labels", by_model, target),
+            draw.Panel("share of the first, by layer", draw.layer_chart(story.layers, story.ratio), "dashed: by area"),
         ]
-        rows.append(
-            draw.Row(model.name, [draw.Panel(*panel) for panel in captions], bars=[("first", "second", "share")])
-        )
+        rows.append(draw.Row(model.name, panels, bars=[("first", "second", "share")]))
         numbers = {name: _round(value) for name, value in vars(story).items()}
         facts.append({"name": model.name, "source": model.opened.source, **numbers})
     card = draw.draw_card(draw.Card(f"{files[0]} with a box from {files[1]}", rows))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Interval
 
 from everytoken._lazy import lazy
+from everytoken_lab.engine.options import NotNegative, Positive
 from everytoken_lab.evaluation import InferenceOptions
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ __all__ = ["RobustOptions", "robustness"]
 
 Progress = Callable[..., None]
 """Called with the model and suite, the number of images done, the total, and the current attack if there is one."""
-Count = Annotated[int, Interval(ge=0)]
-Positive = Annotated[int, Interval(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class RobustOptions(InferenceOptions):
     """What to test on: NAME=FOLDER ...; corrupt, attack and real use val's folder by default."""
     compare: str = ""
     """A second model to compare with, by paired differences."""
-    limit: Count = 0
+    limit: NotNegative = 0
     """Images per suite, chosen by a hash of their names; 0: all."""
     restrict: bool = False
     """Restrict predictions to the data's classes (always the case for the 200 classes of a and r)."""
@@ -51,7 +50,7 @@ class RobustOptions(InferenceOptions):
     """AutoAttack, or one of its attacks."""
     eps: tuple[str, ...] = ("4/255",)
     """Sizes of the perturbation (L-infinity) for pixels from 0 to 1."""
-    attack_limit: Count = 0
+    attack_limit: NotNegative = 0
     """Images to attack; 0: the same as limit."""
     attack_steps: Positive = 100
     """Steps of APGD and FAB."""

@@ -226,24 +226,23 @@ class SegmenterInfo(DenseInfo):
     evaluation: EvalOptions
     resize: int = 0  # short side of an image at scale 1; 0: that of the crops
 
+    def network(self, features: Features) -> Segmenter:
+        return Segmenter(features, self.decoder, len(self.class_names))
+
 
 def build_segmenter(
     options: SegmentOptions, class_names: tuple[str, ...], size: int | tuple[int, int] = 0
 ) -> tuple[Segmenter, SegmenterInfo]:
     """A segmenter to be trained, its backbone with the weights that the options name; `size`: of images, not crops."""
-    features, info = build_features(options.model, size or options.augment.crop_size)
-    model = Segmenter(features, options.decoder, len(class_names))
-    return model, SegmenterInfo(info, class_names, options.decoder, options.evaluation, options.augment.resize)
+    features, backbone = build_features(options.model, size or options.augment.crop_size)
+    info = SegmenterInfo(backbone, class_names, options.decoder, options.evaluation, options.augment.resize)
+    return info.network(features), info
 
 
 def load_segmenter(source: str | Path) -> tuple[Segmenter, SegmenterInfo]:
     """A trained segmenter and its description, of a run folder, its weights file, or a released file of mmseg."""
     path = find_weights(source)
-    if path.suffix != ".safetensors":
-        return load_mmseg(path)
-    return load_dense(
-        source, SegmenterInfo, lambda features, info: Segmenter(features, info.decoder, len(info.class_names))
-    )
+    return load_dense(source, SegmenterInfo) if path.suffix == ".safetensors" else load_mmseg(path)
 
 
 # -- released segmenters ----------------------------------------------------------------------------------------------

@@ -91,7 +91,10 @@ class Inference:
         total: Any = 0
         for scale in options.scales:
             at = (max(round(height * scale), 1), max(round(width * scale), 1))
-            pixels = normalise(_resized_bytes(image, at), info.backbone.mean, info.backbone.std)
+            pixels = image
+            if (image.shape[-2], image.shape[-1]) != at:  # anti-aliased, in whole levels, as an image editor would
+                pixels = F.interpolate(image.float(), at, mode="bilinear", antialias=True).round_().clamp_(0, 255)
+            pixels = normalise(pixels, info.backbone.mean, info.backbone.std)
             for mirrored in (False, True) if options.flip else (False,):
                 logits = self._logits(pixels.flip(-1) if mirrored else pixels)
                 logits = logits.flip(-1) if mirrored else logits
@@ -107,14 +110,6 @@ class Inference:
         else:
             out = self.network(images)
         return out.float()
-
-
-def _resized_bytes(image: Tensor, size: tuple[int, int]) -> Tensor:
-    """Anti-aliased, rounded to whole levels, as an image editor would."""
-    if (image.shape[-2], image.shape[-1]) == size:
-        return image
-    resized_image = F.interpolate(image.float(), size, mode="bilinear", antialias=True)
-    return resized_image.round_().clamp_(0, 255)
 
 
 def starts(length: int, window: int, stride: int) -> list[int]:
