@@ -26,9 +26,10 @@ The model is unchanged afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -274,13 +275,9 @@ class BlockRecord:
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
-    def keep(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        """A hook for the part with this name."""
-
-        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            self.inputs[name], self.outputs[name] = args[0].detach(), output.detach()
-
-        return hook
+    def keep(self, name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        """A forward hook of the part with this name."""
+        self.inputs[name], self.outputs[name] = args[0].detach(), output.detach()
 
 
 @contextmanager
@@ -289,9 +286,8 @@ def record_blocks(backbone: nn.Module, wanted: bool = True) -> Iterator[list[Blo
     records = [BlockRecord(block) for block in propagation_blocks(backbone)] if wanted else []
     with ExitStack() as hooks:
         for record in records:
-            hooks.enter_context(record.block.register_forward_hook(record.keep("block")))
-            for path in ("norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
-                hook = record.keep(path.rpartition(".")[2])
+            for path in ("", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
+                hook = partial(record.keep, path.rpartition(".")[2] or "block")
                 hooks.enter_context(record.block.get_submodule(path).register_forward_hook(hook))
         yield records
 
