@@ -155,6 +155,7 @@ class DenseTask(Task):
     """
 
     command: ClassVar[str]
+    inference: ClassVar[type[Any]]  # made of a network and its info: batch of one image -> answer
 
     def __init__(
         self,
@@ -182,10 +183,6 @@ class DenseTask(Task):
         """The options of a new run, with nothing left open."""
         raise NotImplementedError
 
-    def inference(self, network: Any) -> Callable[[Batch], Any]:
-        """How validation uses a network: batch of one image -> answer."""
-        raise NotImplementedError
-
     def score(self) -> Score[Any]:
         """An empty score for the validation images."""
         raise NotImplementedError
@@ -206,7 +203,7 @@ class DenseTask(Task):
 
     def validate(self, module: nn.Module) -> dict[str, float]:
         """All numbers, "score" being the most important one; classes.json becomes the table of classes."""
-        score, network = self.score(), self.inference(module.network)
+        score, network = self.score(), self.inference(module.network, self.info)
         for batch in watched(self.val_loader.epoch(0), len(self.val_set), self.world):
             with torch.no_grad(), self.autocast():
                 answer = network(batch)
@@ -341,7 +338,7 @@ def open_unseen(
     part: Any,
     open_data: Callable[[str, str, Any], F],
     divided: bool,
-    same: Callable[[Run], bool | None],
+    same: Callable[[Run], bool | None] | None = None,
     fraction: Callable[[Run], float] = lambda run: run.val_split,
 ) -> tuple[F, list[str]]:
     """The part of the data that is asked for, and notes; of undivided data, the images that the run held out.

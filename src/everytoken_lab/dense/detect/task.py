@@ -216,6 +216,7 @@ class DetectTask(DenseTask):
     """Trains a detector."""
 
     command = "detect"
+    inference = Inference
     score_name = "mAP"
     info: DetectorInfo
     options: DetectOptions
@@ -245,9 +246,6 @@ class DetectTask(DenseTask):
         tool()  # say at once if it is missing
         sizes = {"size": min(800, max(options.augment.sizes)), "max_size": options.augment.longest}
         return replace(options, find=fill(options.find, {**NEW_RUN, **sizes}))
-
-    def inference(self, network: Detector) -> Inference:
-        return Inference(network, self.info)
 
     def score(self) -> DetectScore:
         return DetectScore(self.val_set)

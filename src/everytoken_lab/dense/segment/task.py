@@ -200,6 +200,7 @@ class SegmentTask(DenseTask):
     """Trains a segmenter."""
 
     command = "segment"
+    inference = Inference
     score_name = "mIoU"
     info: SegmenterInfo
     options: SegmentOptions
@@ -219,9 +220,6 @@ class SegmentTask(DenseTask):
     @staticmethod
     def complete(options: SegmentOptions) -> SegmentOptions:
         return replace(options, evaluation=fill(options.evaluation, NEW_RUN))
-
-    def inference(self, network: Segmenter) -> Inference:
-        return Inference(network, self.info)
 
     def score(self) -> SegmentScore:
         return SegmentScore(self.info.class_names)
@@ -257,9 +255,7 @@ def open_inference(options: SegmenterOptions) -> Inference:
 
 def evaluate(options: SegmentEval) -> Evaluation:
     """mIoU, mAcc and aAcc of a segmenter on a dataset, in percent, and a row for each class that occurs."""
-    data, notes = open_unseen(
-        options, options.masks, open_masks, divided(options.data), lambda run: run.names(options.data)
-    )
+    data, notes = open_unseen(options, options.masks, open_masks, divided(options.data))
     inference = open_inference(options)
     released, count = find_weights(options.source).suffix != ".safetensors", len(inference.info.class_names)
     if released and data.num_classes == count:
