@@ -48,11 +48,6 @@ def test_every_recipe_builds_a_model_of_the_size_in_its_first_line(name):
         model = Segmenter(Features(backbone), options.decoder, 150)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     assert f": {millions:.0f} M parameters" in text.splitlines()[0]
-    optim = options.optim
-    assert optim.iters == 160_000
-    assert (optim.sched, optim.lr, optim.weight_decay) == ("linear", 6e-5, 0.01)
-    first = 0.75 if "lvvit" in name else 0.5  # token labeling's list, and drloc's, which is Swin's
-    assert options.evaluation.test_scales == tuple(s for s in (0.5, 0.75, 1.0, 1.25, 1.5, 1.75) if s >= first)
 
 
 def test_deit_s_has_the_parameters_and_multiplications_of_tl_aligns_table_3():
