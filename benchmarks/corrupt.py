@@ -15,8 +15,7 @@ import numpy as np
 from PIL import Image
 
 from everytoken import keyed
-from everytoken_lab.robust.corruptions import CORRUPTIONS, SEVERITIES, corrupt
-from everytoken_lab.robust.filters import gaussian
+from everytoken_lab.robust.corruptions import CORRUPTIONS, SEVERITIES, corrupt, gaussian
 
 
 def scene(size: int) -> np.ndarray:

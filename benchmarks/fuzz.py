@@ -526,8 +526,8 @@ def _build(*words: str) -> None:
 
 def coco(count: int, rng: random.Random, work: Path) -> Iterator[Trial]:
     """COCO's instances: read, and every object of every image looked at."""
+    from everytoken_lab.dense.detect import CocoOptions
     from everytoken_lab.dense.detect.data import InstanceSet, open_instances
-    from everytoken_lab.dense.detect.options import CocoOptions
 
     root = work / "coco"
     (root / "images").mkdir(parents=True, exist_ok=True)

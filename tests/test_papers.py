@@ -26,8 +26,8 @@ from everytoken.objectives.registry import OBJECTIVES, build_objectives
 from everytoken_lab.cli import main
 from everytoken_lab.cli.train import Train
 from everytoken_lab.data.datasets import open_dataset
-from everytoken_lab.dense.detect.options import DetectOptions
-from everytoken_lab.dense.segment.options import SegmentOptions
+from everytoken_lab.dense.detect import DetectOptions
+from everytoken_lab.dense.segment import SegmentOptions
 from everytoken_lab.engine.options import TrainOptions, apply, overrides, read_recipe, recipe_names
 
 from .conftest import make_photos

@@ -20,10 +20,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import everytoken  # noqa: F401  (registers the models)
+from everytoken_lab.dense.detect import DetectOptions
 from everytoken_lab.dense.detect.model import Detector, build_detector
-from everytoken_lab.dense.detect.options import DetectOptions
+from everytoken_lab.dense.segment import SegmentOptions
 from everytoken_lab.dense.segment.model import build_segmenter
-from everytoken_lab.dense.segment.options import SegmentOptions
 from everytoken_lab.engine.options import apply, read_recipe, recipe_names
 
 SEGMENT, DETECT = (512, 2048), (800, 1280)

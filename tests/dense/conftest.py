@@ -20,9 +20,8 @@ def draw_shapes(rng: np.random.Generator, size: tuple[int, int]) -> tuple[np.nda
     rows, columns = np.mgrid[:height, :width]
     for shape in (1, 2):
         y, x = rng.integers(10, height - 10), rng.integers(10, width - 10)
-        inside = (
-            (rows - y) ** 2 + (columns - x) ** 2 < 90 if shape == 1 else np.maximum(abs(rows - y), abs(columns - x)) < 8
-        )
+        down, across = abs(rows - y), abs(columns - x)
+        inside = down**2 + across**2 < 90 if shape == 1 else np.maximum(down, across) < 8
         pixels[inside] = ((220, 60, 40), (50, 90, 230))[shape - 1]
         mask[inside] = shape
     return pixels, mask
@@ -74,15 +73,8 @@ def draw_objects(rng: np.random.Generator, size: tuple[int, int], empty: bool = 
             shape = {"size": [height, width], "counts": run_lengths(mask.astype(int))}
         pixels[mask] = ((220, 60, 40), (50, 90, 230))[kind]
         box = [x - radius, y - radius, 2 * radius, 2 * radius]
-        found.append(
-            {
-                "category_id": CATEGORY_IDS[kind],
-                "bbox": box,
-                "area": int(mask.sum()),
-                "iscrowd": 0,
-                "segmentation": shape,
-            }
-        )
+        found.append({"category_id": CATEGORY_IDS[kind], "bbox": box, "area": int(mask.sum())})
+        found[-1] |= {"iscrowd": 0, "segmentation": shape}
     return pixels, found
 
 
@@ -102,21 +94,6 @@ def make_objects(root: Path, counts: dict[str, int], size: tuple[int, int] = (96
         content = {"images": images, "annotations": annotations, "categories": categories}
         (root / split / "instances.json").write_text(json.dumps(content))
     return root
-
-
-@pytest.fixture(scope="session", name="make_shapes")
-def _make_shapes():
-    return make_shapes
-
-
-@pytest.fixture(scope="session", name="make_objects")
-def _make_objects():
-    return make_objects
-
-
-@pytest.fixture(scope="session", name="plain_runs")
-def _plain_runs():
-    return run_lengths
 
 
 class Killed(BaseException):

@@ -54,9 +54,9 @@ def test_maps_have_the_channels_and_strides_that_were_promised(name):
 
 
 def test_every_trained_weight_of_a_backbone_gets_a_gradient():
-    for name in ("lvvit_t", "swin_tiny_patch4_window7_224", "resnet18", "convnext_atto", "xcit_nano_12_p16_224"):
-        features, _ = build_features(BackboneOptions(model=name, drop_path=0.0), 64)
-        sum(m.mean() for m in features.train()(torch.randn(2, 3, 64, 64))).backward()
+    for name in ("lvvit_t", "xcit_nano_12_p16_224"):  # tests of segmenters and detectors have other kinds
+        features, _ = build_features(BackboneOptions(model=name, drop_path=0.0), 32)
+        sum(m.mean() for m in features.train()(torch.randn(2, 3, 32, 32))).backward()
         assert not [n for n, p in features.named_parameters() if p.requires_grad and p.grad is None], name
 
 
@@ -107,18 +107,18 @@ def test_weights_come_from_a_file_and_positions_are_resized(tmp_path, caplog):
 def test_stochastic_depth_is_what_was_asked_for():
     """timm's Swin has 0.1 of its own."""
     for rate, expected in ((0.0, 0), (0.3, 0.3)):
-        features, _ = build_features(BackboneOptions(model="swin_tiny_patch4_window7_224", drop_path=rate), 64)
+        features, _ = build_features(BackboneOptions(model="swin_nano4_patch4_window4_64", drop_path=rate), 64)
         found = [float(m.drop_prob) for m in features.modules() if type(m).__name__ == "DropPath"]
         assert max(found, default=0) == pytest.approx(expected)
 
 
-def test_wrong_backbones_are_named():
-    with pytest.raises(EverytokenError, match="which backbone"):
-        build_features(BackboneOptions(), 64)
-    with pytest.raises(EverytokenError, match="'resnet18'"):
-        build_features(BackboneOptions(model="resnet81"), 64)
-    with pytest.raises(EverytokenError, match="images of one size only"):
-        build_features(BackboneOptions(model="cait_xxs24_224"), 64)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("", "which backbone"), ("resnet81", "'resnet18'"), ("cait_xxs24_224", "of one size only")],
+)
+def test_wrong_backbones_are_named(name, words):
+    with pytest.raises(EverytokenError, match=words):
+        build_features(BackboneOptions(model=name), 64)
 
 
 def test_pyramids_make_the_scales_that_they_promise():

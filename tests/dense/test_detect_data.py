@@ -12,7 +12,8 @@ from everytoken.errors import EverytokenError
 from everytoken_lab.data.datasets import DataError
 from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.data.loader import Request
-from everytoken_lab.dense.common import TargetSet, resized
+from everytoken_lab.dense.common import TargetSet
+from everytoken_lab.dense.detect import CocoOptions, DetectAugment
 from everytoken_lab.dense.detect.data import (
     DetectTransform,
     InstanceSet,
@@ -21,77 +22,49 @@ from everytoken_lab.dense.detect.data import (
     compress,
     decode,
     divided,
-    encode,
     open_instances,
     random_crop,
     through,
 )
-from everytoken_lab.dense.detect.options import CocoOptions, DetectAugment
+
+from .conftest import make_objects, run_lengths
 
 coco = pytest.importorskip("pycocotools.mask")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory, make_objects) -> Path:
+def data(tmp_path_factory) -> Path:
     return make_objects(tmp_path_factory.mktemp("objects"), {"train": 4, "val": 2})
 
 
-def change(data: Path, tmp_path: Path, edit) -> Path:
+def open_changed(data: Path, tmp_path: Path, edit) -> InstanceSet:
     """The validation part with something changed in its json; images stay where they are."""
     content = json.loads((data / "val" / "instances.json").read_text())
     edit(content)
-    path = tmp_path / "changed.json"
-    path.write_text(json.dumps(content))
-    return path
-
-
-def open_changed(data: Path, tmp_path: Path, edit):
-    return InstanceSet(change(data, tmp_path, edit), data / "val" / "images")
+    (tmp_path / "changed.json").write_text(json.dumps(content))
+    return InstanceSet(tmp_path / "changed.json", data / "val" / "images")
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------
 
 
-def inside_polygon(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Pixels whose centre is inside, by counting crossings to the right."""
-    out = np.zeros((size[1], size[0]), bool)
-    for y in range(size[1]):
-        for x in range(size[0]):
-            px, py, odd = x + 0.5, y + 0.5, False
-            for (x0, y0), (x1, y1) in zip(points, np.roll(points, -1, 0), strict=True):
-                if (y0 > py) != (y1 > py) and px < x0 + (py - y0) / (y1 - y0) * (x1 - x0):
-                    odd = not odd
-            out[y, x] = odd
-    return out
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 1.0])
+def test_run_lengths_go_down_the_columns_and_are_measured_as_pycocotools_reads_them(chance):
+    mask = (np.random.default_rng(3).random((33, 47)) < chance).astype(np.uint8)
+    plain, packed = {"size": [33, 47], "counts": run_lengths(mask)}, compress(mask)
+    for runs in (plain, packed):
+        assert check(runs, (47, 33), "here") == runs
+        assert (decode(runs, (47, 33)) == mask).all()
+    assert coco.frPyObjects(plain, 33, 47)["counts"] == packed["counts"].encode()
+    with pytest.raises(ImageError, match="run lengths"):
+        check({**packed, "counts": packed["counts"] + "1"}, (47, 33), "here")
 
 
-def test_run_lengths_decode_down_the_columns(plain_runs):
-    rng = np.random.default_rng(1)
-    mask = rng.integers(0, 2, (7, 5))
-    plain = {"size": [7, 5], "counts": plain_runs(mask)}
-    assert (decode(plain, (5, 7)) == mask).all()
-    packed = compress(mask)
-    assert (decode(packed, (5, 7)) == mask).all()
-    assert coco.frPyObjects(plain, 7, 5)["counts"] == packed["counts"].encode()
-
-
-def test_polygons_are_filled_like_pycocotools_and_nearly_like_the_rule_of_crossings():
-    points = np.array([[3.0, 2.5], [24.0, 6.0], [20.5, 17.0], [12.0, 12.0], [4.0, 18.0]])
-    square = [[1, 1, 4, 1, 4, 3, 1, 3]]
-    ours = decode([points.reshape(-1).tolist(), *square], (30, 20)).astype(bool)
-    theirs = coco.decode(coco.merge(coco.frPyObjects([points.reshape(-1).tolist(), *square], 20, 30))).astype(bool)
-    assert (ours == theirs).all()
-    slow = inside_polygon(points, (30, 20))
-    slow[1:3, 1:4] = True
-    assert (ours & slow).sum() / (ours | slow).sum() > 0.93  # they differ at the border only
-    assert encode(square, (30, 20))["size"] == [20, 30]
-
-
-def test_masks_follow_a_mirrored_and_resized_view_like_the_pixels(plain_runs):
+def test_masks_follow_a_mirrored_and_resized_view_like_the_pixels():
     points = np.array([[10.0, 8.0], [50.0, 10.0], [40.0, 40.0], [12.0, 30.0]])
     polygon = [points.reshape(-1).tolist()]
     whole = decode(polygon, (64, 48))
-    as_runs = {"size": [48, 64], "counts": plain_runs(whole)}
+    as_runs = {"size": [48, 64], "counts": run_lengths(whole)}
     matrix = np.array([[-0.5, 0.0, 64.0], [0.0, 0.5, 0.0]])  # twice as large, mirrored
     expected = np.kron(whole, np.ones((2, 2), np.uint8))[:, ::-1]
     assert (through(as_runs, (64, 48), matrix, (96, 128)) == expected).all()
@@ -100,16 +73,19 @@ def test_masks_follow_a_mirrored_and_resized_view_like_the_pixels(plain_runs):
     assert (moved & both).sum() / (moved | both).sum() > 0.94
 
 
-def test_segmentations_that_cannot_be_used_are_named():
-    with pytest.raises(ImageError, match=r"annotation 5: its mask is 4 x 3 pixels and its image is 8 x 6"):
-        check({"size": [3, 4], "counts": [12]}, (8, 6), "f.json: annotation 5")
-    with pytest.raises(ImageError, match="add up to 47 pixels and its image has 48"):
-        check({"size": [6, 8], "counts": [40, 7]}, (8, 6), "x")
-    with pytest.raises(ImageError, match="this one has 7 numbers"):
-        check([[1, 2, 3, 4, 5, 6, 7]], (8, 6), "x")
-    with pytest.raises(ImageError, match="list of polygons or run lengths"):
-        check("mask.png", (8, 6), "x")
-    assert check([[1, 2, 3, 4]], (8, 6), "x") is None  # two corners enclose nothing
+@pytest.mark.parametrize(
+    ("segmentation", "message"),
+    [
+        ({"size": [3, 4], "counts": [12]}, "here: its mask is 4 x 3 pixels and its image is 8 x 6"),
+        ({"size": [6, 8], "counts": [40, 7]}, "add up to 47 pixels and its image has 48"),
+        ([[1, 2, 3, 4, 5, 6, 7]], "this one has 7 numbers"),
+        ("mask.png", "list of polygons or run lengths"),
+    ],
+)
+def test_segmentations_that_cannot_be_used_are_named(segmentation, message):
+    with pytest.raises(ImageError, match=message):
+        check(segmentation, (8, 6), "here")
+    assert check([[1, 2, 3, 4]], (8, 6), "here") is None  # two corners enclose nothing
 
 
 # -- the json ---------------------------------------------------------------------------------------------------------
@@ -215,47 +191,24 @@ def test_no_damage_of_a_file_gives_anything_but_a_message_of_ours(data, tmp_path
             InstanceSet(tmp_path / "damaged.json", data / "val" / "images")
 
 
-def test_compressed_run_lengths_are_measured_as_pycocotools_reads_them():
-    rng = np.random.default_rng(3)
-    for chance in (0.0, 0.1, 0.5, 1.0):
-        mask = (rng.random((33, 47)) < chance).astype(np.uint8)
-        packed = compress(mask)
-        assert check(packed, (47, 33), "here") == packed
-        with pytest.raises(ImageError, match="run lengths"):
-            check({**packed, "counts": packed["counts"] + "1"}, (47, 33), "here")
-
-
-def test_degenerate_objects_are_counted_and_left_out(data, tmp_path):
+def test_degenerate_objects_are_counted_and_left_out_and_crowds_are_not_trained_on(data, tmp_path):
     def edit(content):
-        first = content["annotations"][0]
-        content["annotations"] += [
-            {**first, "id": 50, "bbox": [5, 5, 0, 9]},
-            {**first, "id": 51, "bbox": [500, 5, 9, 9]},
-            {**first, "id": 52, "segmentation": [[1, 1, 5, 5]]},
-        ]
+        first, second = content["annotations"]
+        second["iscrowd"] = 1
+        wrong = ({"bbox": [5, 5, 0, 9]}, {"bbox": [500, 5, 9, 9]}, {"segmentation": [[1, 1, 5, 5]]})
+        content["annotations"] += [{**first, **change, "id": 50 + k} for k, change in enumerate(wrong)]
 
     found = open_changed(data, tmp_path, edit)
     assert [o.id for o in found.objects(0)] == [1, 2]
     assert "3 annotations" in found.notes[0]
     assert "(50, 51, 52)" in found.notes[0]
-
-
-def test_crowds_are_not_trained_on_but_stay_in_the_truth(data, tmp_path):
-    found = open_changed(data, tmp_path, lambda c: c["annotations"][1].update(iscrowd=1))
     assert [o.id for o in found.trained(0)] == [1]
     truth = found.as_coco([0, 1], masks=True)
-    assert [a["iscrowd"] for a in truth["annotations"]] == [0, 1]
-    assert truth["annotations"][1]["category_id"] == 7
+    assert [(a["iscrowd"], a["category_id"]) for a in truth["annotations"]] == [(0, 3), (1, 7)]
     assert len(truth["images"]) == 2
 
 
 # -- views and batches ------------------------------------------------------------------------------------------------
-
-
-def test_the_short_side_is_drawn_and_the_long_side_bounded():
-    assert resized((640, 480), 800, 1333) == (1067, 800)
-    assert resized((1000, 300), 480, 1333) == (1333, 400)
-    assert resized((100, 400), 50, 1000) == (50, 200)
 
 
 def views(data, epoch: int, order, crop: float = 0.0, masks: bool = True):
@@ -299,9 +252,8 @@ def test_half_of_the_views_are_crops_as_in_swin():
         scale = (round(640 * short / 480) / 640, short / 480)
         whole = [v * scale[k % 2] for k, v in enumerate((x, y, width, height))]
         assert whole == pytest.approx([round(v) for v in whole], abs=1e-6)  # pixels of the resized image
-        assert all(
-            384 <= round(v) <= min(600, round(n * s)) for v, n, s in zip(whole[2:], (640, 480), scale, strict=True)
-        )
+        for side, length, s in zip(whole[2:], (640, 480), scale, strict=True):
+            assert 384 <= round(side) <= min(600, round(length * s))
         places += [x / max(640 - width, 1), y / max(480 - height, 1)]
     assert min(places) < 0.01
     assert 0.99 < max(places) < 1 + 1e-6

@@ -13,10 +13,12 @@ from everytoken.errors import EverytokenError
 from everytoken.keyed import generator
 from everytoken_lab.data.datasets import DataError
 from everytoken_lab.data.decode import ImageError, Picture
-from everytoken_lab.data.loader import Loader
+from everytoken_lab.data.loader import BadImages, Loader
 from everytoken_lab.dense.common import resized
+from everytoken_lab.dense.segment import MaskOptions, SegmentAugment
 from everytoken_lab.dense.segment.data import MaskReader, SegmentTransform, distort, divided, open_masks, read_classes
-from everytoken_lab.dense.segment.options import MaskOptions, SegmentAugment
+
+from .conftest import make_shapes
 
 
 def save(path: Path, values) -> None:
@@ -31,7 +33,7 @@ def picture(path: Path, size=(6, 4), value=9) -> None:
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_pair_of_folders_with_a_class_file(tmp_path, make_shapes):
+def test_a_pair_of_folders_with_a_class_file(tmp_path):
     make_shapes(tmp_path, train=3, val=2)
     train, val = open_masks(str(tmp_path), "train"), open_masks(str(tmp_path), "val")
     assert (len(train), len(val), train.class_names) == (3, 2, ["ground", "disc", "square"])
@@ -44,56 +46,46 @@ def test_a_pair_of_folders_with_a_class_file(tmp_path, make_shapes):
     assert len(open_masks(str(tmp_path), "all")) == 5
 
 
-def test_without_a_validation_part_images_are_held_out_by_name(tmp_path):
-    for i in range(30):
-        picture(tmp_path / "images" / f"{i}.png")
-        save(tmp_path / "masks" / f"{i}.png", np.zeros((4, 6)))
-    (tmp_path / "classes.txt").write_text("one\ntwo")
-    options = MaskOptions(val_split=0.3)
-    parts = [set(open_masks(str(tmp_path), s, options).keys()) for s in ("train", "val")]
-    assert not parts[0] & parts[1]
-    assert len(parts[0] | parts[1]) == 30
-    assert 3 <= len(parts[1]) <= 15
-    assert not divided(str(tmp_path))
-
-
-def test_images_for_testing_are_never_trained_on(tmp_path):
-    for split, count in (("train", 20), ("test", 10)):
-        for i in range(count):
-            picture(tmp_path / "images" / split / f"{i}.png")
-            save(tmp_path / "masks" / split / f"{i}.png", np.zeros((4, 6)))
-    (tmp_path / "classes.txt").write_text("one\ntwo")
-    sizes = {s: len(open_masks(str(tmp_path), s)) for s in ("train", "val", "test", "all")}
-    assert sizes["train"] + sizes["val"] == 20
-    assert sizes["test"] == 10
-    assert all("/test/" not in open_masks(str(tmp_path), "train").where(i) for i in range(sizes["train"]))
+def test_without_a_validation_part_images_are_held_out_by_name_and_those_for_testing_are_never_trained_on(tmp_path):
+    for folder, splits in (("whole", {"": 30}), ("parts", {"train": 20, "test": 10})):
+        for split, count in splits.items():
+            for i in range(count):
+                picture(tmp_path / folder / "images" / split / f"{i}.png")
+                save(tmp_path / folder / "masks" / split / f"{i}.png", np.zeros((4, 6)))
+        (tmp_path / folder / "classes.txt").write_text("one\ntwo")
+    options, whole, parts = MaskOptions(val_split=0.3), str(tmp_path / "whole"), str(tmp_path / "parts")
+    train, val = (set(open_masks(whole, s, options).keys()) for s in ("train", "val"))
+    assert not train & val
+    assert len(train | val) == 30
+    assert 3 <= len(val) <= 15
+    assert not divided(whole)
+    train, val, test = (set(open_masks(parts, s).keys()) for s in ("train", "val", "test"))
+    assert not train & val
+    assert len(train | val) == 20
+    assert len(test) == 10
+    assert not any("/test/" in key for key in train | val)
 
 
 def test_ade20k_reduces_the_zero_label(tmp_path):
-    picture(tmp_path / "images" / "training" / "x.jpg")
-    picture(tmp_path / "images" / "validation" / "y.jpg")
-    save(tmp_path / "annotations" / "training" / "x.png", [[0, 1, 2, 3, 1, 0]] * 4)
-    save(tmp_path / "annotations" / "validation" / "y.png", [[0] * 6] * 4)
+    for split in ("training", "validation"):
+        picture(tmp_path / "images" / split / "x.jpg")
+        save(tmp_path / "annotations" / split / "x.png", [[0, 1, 2, 3, 1, 0]] * 4)
     head = "Idx\tRatio\tTrain\tVal\tName\n"
-    (tmp_path / "objectInfo150.txt").write_text(
-        head + "1\t.1\t5\t5\twall\n2\t.1\t5\t5\tbuilding, edifice\n3\t.1\t1\t1\tsky\n"
-    )
+    rows = "1\t.1\t5\t5\twall\n2\t.1\t5\t5\tbuilding, edifice\n3\t.1\t1\t1\tsky\n"
+    (tmp_path / "objectInfo150.txt").write_text(head + rows)
     data = open_masks(str(tmp_path), "train")
     assert data.class_names == ["wall", "building, edifice", "sky"]
     assert data.mask(0)[0].tolist() == [-1, 0, 1, 2, 0, -1]
-    kept = open_masks(str(tmp_path), "train", MaskOptions(reduce_zero_label=False, classes=str(_four(tmp_path))))
+    (tmp_path / "four.txt").write_text("\ufeffother\nwall\nbuilding\nsky", encoding="utf-8")  # a byte order mark first
+    kept = open_masks(str(tmp_path), "train", MaskOptions(reduce_zero_label=False, classes=str(tmp_path / "four.txt")))
+    assert kept.class_names == ["other", "wall", "building", "sky"]
     assert kept.mask(0)[0].tolist() == [0, 1, 2, 3, 1, 0]
-
-
-def _four(folder: Path) -> Path:
-    (folder / "four.txt").write_text("other\nwall\nbuilding\nsky")
-    return folder / "four.txt"
 
 
 # -- named errors -----------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_mask_a_wrong_size_and_an_unknown_value_are_named(tmp_path, make_shapes):
+def test_a_missing_mask_a_wrong_size_and_an_unknown_value_are_named(tmp_path):
     make_shapes(tmp_path, train=2, val=1)
     (tmp_path / "masks/train/1.png").unlink()
     with pytest.raises(DataError, match=r"1 of 2 images .* have no mask, such as 1\.png: .*masks/train/1\.png"):
@@ -112,22 +104,20 @@ def test_a_missing_mask_a_wrong_size_and_an_unknown_value_are_named(tmp_path, ma
 
 
 def test_wrong_folders_and_class_files_are_named(tmp_path):
-    with pytest.raises(DataError, match="is not a folder"):
-        open_masks(str(tmp_path / "none"), "train")
-    with pytest.raises(DataError, match="has no folders images/ and masks/"):
-        open_masks(str(tmp_path), "train")
+    def refused(match, folder="", split="train", **options):
+        with pytest.raises(DataError, match=match):
+            open_masks(str(tmp_path / folder), split, MaskOptions(**options))
+
+    refused("is not a folder", "none")
+    refused("has no folders images/ and masks/")
     picture(tmp_path / "images" / "a.png")
     save(tmp_path / "masks" / "a.png", np.zeros((4, 6)))
-    with pytest.raises(DataError, match=r"no class file \(classes\.txt, classes\.json\)"):
-        open_masks(str(tmp_path), "train")
+    refused(r"no class file \(classes\.txt, classes\.json\)")
     (tmp_path / "classes.txt").write_text("a\nb")
-    with pytest.raises(DataError, match=r"ignored value 1 .* is the class 'b'"):
-        open_masks(str(tmp_path), "train", MaskOptions(ignore_index=(1,)))
-    with pytest.raises(DataError, match="no 'test' part"):
-        open_masks(str(tmp_path), "test")
+    refused("no 'test' part", split="test")
+    refused(r"ignored value 1 .* is the class 'b'", ignore_index=(1,))
+    refused(r"ignored value 70000 .* is not in 0 to 255", ignore_index=(70000,))
     assert read_classes(tmp_path / "classes.txt", 1) == {1: "a", 2: "b"}
-    with pytest.raises(DataError, match=r"ignored value 70000 .* is not in 0 to 255"):
-        open_masks(str(tmp_path), "train", MaskOptions(ignore_index=(70000,)))
 
 
 @pytest.mark.parametrize(
@@ -152,19 +142,11 @@ def test_damaged_class_files_are_named(tmp_path, name, content):
         read_classes(tmp_path / name)
 
 
-def test_class_files_may_begin_with_a_byte_order_mark(tmp_path):
-    for name, content in (("c.txt", "sky\nsea"), ("c.json", '{"0": "sky", "1": "sea"}')):
-        (tmp_path / name).write_text(content, encoding="utf-8-sig")
-        assert read_classes(tmp_path / name) == {0: "sky", 1: "sea"}
-
-
-def test_bad_masks_are_skipped_when_asked(tmp_path, make_shapes):
+def test_bad_masks_are_skipped_when_asked(tmp_path):
     make_shapes(tmp_path, train=4, val=1)
     save(tmp_path / "masks/train/2.png", np.full((48, 56), 9))
     data = open_masks(str(tmp_path), "train")
     samples = MaskReader(data, SegmentTransform(SegmentAugment(crop_size=16)), skip=True)
-    from everytoken_lab.data.loader import BadImages
-
     loader = Loader(samples, batch_size=4, train=True, bad_images=BadImages("skip", quota=0.5))
     (batch,) = loader.epoch(0)
     assert len(batch) == 3
@@ -255,7 +237,7 @@ def test_photometric_distortion_changes_colours_within_its_limits():
     assert not any(g > r or b > r for r, g, b in hues)  # less than 60 degrees
 
 
-def test_a_view_depends_on_seed_epoch_and_key_alone(tmp_path, make_shapes):
+def test_a_view_depends_on_seed_epoch_and_key_alone(tmp_path):
     data = open_masks(str(make_shapes(tmp_path, train=6, val=1)), "train")
     samples = MaskReader(data, SegmentTransform(SegmentAugment(crop_size=24)), seed=5)
     runs = []
@@ -272,7 +254,7 @@ def test_a_view_depends_on_seed_epoch_and_key_alone(tmp_path, make_shapes):
     assert not torch.equal(next(iter(Loader(samples, batch_size=2, train=True, seed=5))).images, runs[0][0].images)
 
 
-def test_evaluation_sees_whole_images_at_their_own_size(tmp_path, make_shapes):
+def test_evaluation_sees_whole_images_at_their_own_size(tmp_path):
     data = open_masks(str(make_shapes(tmp_path, train=1, val=2, size=(40, 60))), "val")
     batches = list(Loader(MaskReader(data), batch_size=1, train=False))
     assert [tuple(b.images.shape) for b in batches] == [(1, 3, 60, 40)] * 2

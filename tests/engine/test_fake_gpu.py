@@ -27,8 +27,8 @@ from everytoken.objectives.registry import build_objectives
 from everytoken.step import FrozenTeacher, TokenStep, probe
 from everytoken_lab.dense.backbone import Features
 from everytoken_lab.dense.common import DenseStep
+from everytoken_lab.dense.segment import DecoderOptions
 from everytoken_lab.dense.segment.model import Segmenter
-from everytoken_lab.dense.segment.options import DecoderOptions
 
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.9."), reason="torch 2.9 ends the process at a fake convolution without a GPU"

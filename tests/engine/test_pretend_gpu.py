@@ -22,12 +22,12 @@ from everytoken_lab.data.augment import EvalTransform
 from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.dense import common as dense
 from everytoken_lab.dense.backbone import Features
+from everytoken_lab.dense.detect import DetectorOptions, FindOptions
 from everytoken_lab.dense.detect.data import BatchObjects, Objects
 from everytoken_lab.dense.detect.model import Detector, DetectorInfo
-from everytoken_lab.dense.detect.options import DetectorOptions, FindOptions
 from everytoken_lab.dense.detect.task import Inference
+from everytoken_lab.dense.segment import DecoderOptions
 from everytoken_lab.dense.segment.model import Segmenter
-from everytoken_lab.dense.segment.options import DecoderOptions
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.options import DataOptions, ModelOptions, OptimOptions, RunOptions, TrainOptions
 from everytoken_lab.engine.run_folder import RunFolder

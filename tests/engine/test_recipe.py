@@ -9,7 +9,7 @@ import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
 from everytoken.objectives.hard import HardLabels
 from everytoken_lab.cli import main
-from everytoken_lab.dense.detect.options import DetectOptions
+from everytoken_lab.dense.detect import DetectOptions
 from everytoken_lab.engine.distributed import pick_device
 from everytoken_lab.engine.optim import check_loop, learning_rate
 from everytoken_lab.engine.options import (

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from everytoken_lab.dense.detect.options import DetectOptions
-from everytoken_lab.dense.segment.options import SegmentOptions
+from everytoken_lab.dense.detect import DetectOptions
+from everytoken_lab.dense.segment import SegmentOptions
 from everytoken_lab.engine.optim import build_schedule, learning_rate
 from everytoken_lab.engine.options import TrainOptions, apply, flat, read_recipe, recipe_names
 

@@ -67,10 +67,8 @@ def test_plain_timm_opens_the_folder_with_classes_size_and_normalisation(vit, da
     assert model.num_classes == 3
     assert model.pretrained_cfg["label_names"] == list(NAMES)
     config = resolve_model_data_config(model)
-    assert {
-        name: tuple(config[name]) if name != "crop_pct" else config[name] for name in ("mean", "std", "crop_pct")
-    } == {name: SEEN[name] for name in ("mean", "std", "crop_pct")}
-    assert tuple(config["input_size"]) == (3, 48, 48)
+    found = {"img_size": config["input_size"][1:], **{name: config[name] for name in ("mean", "std", "crop_pct")}}
+    assert {name: tuple(v) if name != "crop_pct" else v for name, v in found.items()} == SEEN
     files = sorted(file for name in NAMES for file in (data / "val" / name).iterdir())
     transform = create_transform(**config, is_training=False)
     with torch.no_grad():
@@ -82,16 +80,30 @@ def test_plain_timm_opens_the_folder_with_classes_size_and_normalisation(vit, da
     )
 
 
-def test_the_package_opens_it_whole_by_path_and_by_timms_name(vit, tmp_path):
-    result = lab.export(vit, tmp_path / "out", to="hf")
+def test_the_package_opens_it_whole_by_path_by_timms_name_and_from_the_hub(vit, tmp_path, monkeypatch):
+    (tmp_path / ".export-x1").mkdir()  # what a killed export left
+    (tmp_path / ".export-x1/model.safetensors").touch()
+    (tmp_path / ".tmp-0-17-abc-README.md").touch()
+    folder, wanted = lab.export(vit, tmp_path, to="hf").folder, []
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+    def download(name, file):
+        wanted.append((name, file))
+        return str(folder / file)
+
+    monkeypatch.setattr("everytoken_lab.models.open.download_from_hf", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     images = torch.randn(2, 3, 48, 48)
     expected = open_model(vit).model(images)
-    for name in (str(result.folder), f"local-dir:{result.folder}"):
+    for name in (str(folder), f"local-dir:{folder}", "hf-hub:me/bugs"):
         opened = lab.load(name)
+        assert opened.class_names == NAMES
         assert opened.token_classes.names == ("sky", "grass")
         view = opened.model(images)
         torch.testing.assert_close(view.logits, expected.logits)
         torch.testing.assert_close(view.token_logits, expected.token_logits)
+    files = ("config.json", "model.safetensors", "model.token_head.safetensors")
+    assert wanted == [("me/bugs", file) for file in files]
 
 
 def test_the_card_says_data_recipe_result_with_interval_and_use(vit, tmp_path):
@@ -145,19 +157,18 @@ def test_an_onnx_file_answers_like_the_run(program, data, capsys):
 
 
 def test_what_a_program_cannot_do_is_said(program, data, tmp_path):
-    _, result = program
-    onnx = result.folder / "model.onnx"
-    with pytest.raises(EverytokenError, match="48 x 48"):
-        open_model(onnx, img_size=64)
-    with pytest.raises(EverytokenError, match="gradients"):
-        lab.explain(onnx, next((data / "val" / NAMES[0]).iterdir()))
-    with pytest.raises(EverytokenError, match="exported program"):
-        lab.export(onnx, tmp_path)
-    (tmp_path / "bad.onnx").write_bytes(b"no program")
-    with pytest.raises(EverytokenError, match=r"bad\.onnx"):
-        open_model(tmp_path / "bad.onnx")
-    with pytest.raises(EverytokenError, match="earlier export"):
-        lab.export(program[0], result.folder, to="onnx")
+    run, result = program
+    onnx, bad = result.folder / "model.onnx", tmp_path / "bad.onnx"
+    bad.write_bytes(b"no program")
+    for action, words in (
+        (lambda: open_model(onnx, img_size=64), "48 x 48"),
+        (lambda: lab.explain(onnx, next((data / "val" / NAMES[0]).iterdir())), "gradients"),
+        (lambda: lab.export(onnx, tmp_path), "exported program"),
+        (lambda: open_model(bad), r"bad\.onnx"),
+        (lambda: lab.export(run, result.folder, to="onnx"), "earlier export"),
+    ):
+        with pytest.raises(EverytokenError, match=words):
+            action()
 
 
 def test_a_program_with_a_wrong_bit_is_refused(program, tmp_path):
@@ -188,14 +199,6 @@ def test_a_program_says_its_shapes_and_keeps_to_them(tmp_path):
             OnnxModel(tmp_path / "a.onnx")(torch.zeros(2, 3, 8, 8))
 
 
-def test_what_a_killed_export_left_is_removed(vit, tmp_path):
-    (tmp_path / ".export-x1").mkdir()
-    (tmp_path / ".export-x1/model.safetensors").touch()
-    (tmp_path / ".tmp-0-17-abc-README.md").touch()
-    lab.export(vit, tmp_path, to="timm")
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
 def test_a_file_that_answers_differently_is_not_kept(vit, tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "_TOLERANCE", -1.0)
     with pytest.raises(EverytokenError, match="was not kept"):
@@ -213,7 +216,7 @@ def test_a_missing_extra_is_said_before_anything_is_done(vit, tmp_path, monkeypa
 
 
 def test_the_calibration_travels_with_the_export(vit, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("everytoken_lab.evaluation.calibrated.FEWEST", 5)
+    monkeypatch.setattr("everytoken_lab.evaluation.run.FEWEST", 5)
     wanted = lab.predict(vit, data / "val", workers=0)
     assert "calibrated on 12" in wanted.notes[0]
     folder = lab.export(vit, tmp_path / "out").folder
@@ -222,20 +225,3 @@ def test_the_calibration_travels_with_the_export(vit, data, tmp_path, monkeypatc
     assert not again.notes
     assert [image.probabilities for image in again] == [pytest.approx(image.probabilities) for image in wanted]
     assert "Divide logits by" in (folder / "README.md").read_text()
-
-
-def test_a_repository_on_the_hub_is_opened_whole(vit, tmp_path, monkeypatch):
-    folder = lab.export(vit, tmp_path / "out", to="hf").folder
-    wanted = []
-
-    def download(name, file):
-        wanted.append((name, file))
-        return str(folder / file)
-
-    monkeypatch.setattr("everytoken_lab.models.open.download_from_hf", download)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    opened = lab.load("hf-hub:me/bugs")
-    assert opened.class_names == NAMES
-    assert opened.token_classes.names == ("sky", "grass")
-    assert [file for _, file in wanted] == ["config.json", "model.safetensors", "model.token_head.safetensors"]
-    assert {name for name, _ in wanted} == {"me/bugs"}

@@ -24,7 +24,7 @@ from everytoken_lab.classes import ClassList
 from everytoken_lab.cli import main
 from everytoken_lab.draw import colour_of, rgb
 from everytoken_lab.engine.run_folder import read_run
-from everytoken_lab.evaluation.locate import Location, box_of, guided_filter, main_parts, object_map, otsu
+from everytoken_lab.evaluation.locate import Location, box_of, guided_filter, main_parts, object_map
 from everytoken_lab.evaluation.predictions import ImagePrediction
 from everytoken_lab.models import onnx
 from everytoken_lab.models.description import Description
@@ -33,36 +33,62 @@ from everytoken_lab.models.open import OpenModel
 NAMES = ("class-0", "class-1", "class-2")
 
 
+ABOUT = {"num_classes": 3, "img_size": 32}
+
+
+def save(path, names=NAMES, classes=3, state=None):
+    """Weights of a small ViT that describe themselves; random ones if none are given."""
+    arguments = {**ABOUT, "num_classes": classes}
+    state = state or timm.create_model("test_vit", **arguments).state_dict()
+    save_file(state, path, metadata=Description("test_vit", arguments, names, img_size=(32, 32)).to_metadata())
+    return path
+
+
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    path = tmp_path_factory.mktemp("weights") / "best.safetensors"
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        model = timm.create_model("test_vit", num_classes=3, img_size=32)
+        model = timm.create_model("test_vit", **ABOUT)
         torch.nn.init.normal_(model.head.weight, std=0.3)
-    about = Description("test_vit", {"num_classes": 3, "img_size": 32}, NAMES, img_size=(32, 32))
-    save_file(model.state_dict(), path, metadata=about.to_metadata())
-    return path
+    return save(tmp_path_factory.mktemp("weights") / "best.safetensors", state=model.state_dict())
 
 
 FAST = ("--device", "cpu", "-j", "0", "-b", "5")
 
 
-def test_predictions_are_those_of_evaluation(photos, weights, tmp_path, capsys):
+def test_predictions_are_those_of_evaluation_in_python_and_on_the_command_line(photos, weights, tmp_path, capsys):
     out = tmp_path / "new folder/predictions.csv"
     assert main(["predict", str(weights), str(photos / "val"), "--out", str(out), *FAST]) == 0
     assert "12 images in" in capsys.readouterr().out
+    model = load(weights)
+    assert model.class_names == NAMES
+    result = model.predict(photos / "val", device="cpu", workers=0)
+    result.to_csv(tmp_path / "b.csv")
+    assert out.read_bytes() == (tmp_path / "b.csv").read_bytes()
     with out.open() as file:
-        rows = list(csv.DictReader(file))
+        rows = {row["image"]: row for row in csv.DictReader(file)}
+    assert list(rows) == [image.path for image in result]
     known = evaluate(str(weights), str(photos), device="cpu", workers=0)
-    wanted = {str(photos / "val" / known.keys[i]): (NAMES[top[0]], sure)
-              for i, top, sure in zip(known.predictions.index, known.predictions.top, known.predictions.confidence,
-                                      strict=True)}  # fmt: skip
-    assert {row["image"] for row in rows} == set(wanted)
-    for row in rows:
-        assert row["class"] == wanted[row["image"]][0]
-        assert float(row["probability"]) == pytest.approx(wanted[row["image"]][1], abs=1e-3)
+    assert model.evaluate(photos, device="cpu", workers=0).numbers["top1"] == known.numbers["top1"]
+    answers = known.predictions
+    for i, top, sure in zip(answers.index, answers.top, answers.confidence, strict=True):
+        row = rows.pop(str(photos / "val" / known.keys[i]))
+        assert row["class"] == NAMES[top[0]]
+        assert float(row["probability"]) == pytest.approx(sure, abs=1e-3)
         assert sum(float(row[name]) for name in row if name.startswith("prob")) == pytest.approx(1, abs=1e-3)
+    assert not rows
+
+
+def test_one_image_is_a_line_and_outputs_without_a_folder_have_numbers(photos, tmp_path, capsys):
+    """A run with --num-classes 5 and three folders."""
+    source = save(tmp_path / "best.safetensors", classes=5)
+    image = sorted((photos / "val/class-0").iterdir())[0]
+    assert main(["predict", str(source), str(image), "--top", "2", *FAST]) == 0
+    line = capsys.readouterr().out.strip()
+    assert line.startswith(f"{image}: class")
+    assert line.count("%") == 2
+    assert main(["predict", str(source), str(image), "--json", "--top", "5", *FAST]) == 0
+    assert set(json.loads(capsys.readouterr().out)["classes"]) == {*NAMES, "class 3", "class 4"}
 
 
 def test_a_convolutional_network_predicts_many_images_by_onnx_runtime(photos, weights, monkeypatch):
@@ -90,38 +116,27 @@ def test_a_convolutional_network_predicts_many_images_by_onnx_runtime(photos, we
         assert one.probabilities == pytest.approx(other.probabilities, abs=1e-4)
 
 
-def test_one_image_is_a_line_and_json_is_a_line(photos, weights, capsys):
-    image = sorted((photos / "val/class-0").iterdir())[0]
-    assert main(["predict", str(weights), str(image), "--top", "2", *FAST]) == 0
-    line = capsys.readouterr().out.strip()
-    assert line.startswith(f"{image}: class-")
-    assert line.count("%") == 2
-    assert main(["predict", str(weights), str(image), "--json", *FAST]) == 0
-    row = json.loads(capsys.readouterr().out)
-    assert set(row["classes"]) == set(NAMES)
-
-
 def test_what_is_wrong_is_named(weights, tmp_path, capsys):
     bad = tmp_path / "bad.jpg"
     bad.write_bytes(b"no image")
     assert main(["predict", str(weights), str(bad), *FAST]) == 2
     assert "bad.jpg" in capsys.readouterr().out
-    assert main(["predict", str(weights), str(tmp_path / "nothing"), *FAST]) == 2
-    assert "nothing" in capsys.readouterr().err
-    assert main(["predict", str(weights), *FAST]) == 2
-    assert "name the images" in capsys.readouterr().err
-    assert main(["predict", str(weights), str(bad), "--top", "0", *FAST]) == 2
-    assert "top is 0, but should be greater than or equal to 1" in capsys.readouterr().err
-    assert main(["predict", str(weights), str(bad), "--device", "gpu"]) == 2
-    assert "device is 'gpu'" in capsys.readouterr().err
+    for words, sentence in (
+        ([str(tmp_path / "nothing")], "nothing"),
+        ([], "name the images"),
+        ([str(bad), "--top", "0"], "top is 0, but should be greater than or equal to 1"),
+        ([str(bad), "--sure", "95"], "sure is 95.0, but should be less than or equal to 1"),
+        ([str(bad), "--device", "gpu"], "device is 'gpu'"),
+    ):
+        assert main(["predict", str(weights), *FAST, *words]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["eval", "predict", "explain"])
 def test_answers_that_are_no_numbers_are_told(command, photos, weights, tmp_path, capsys):
     state = load_file(weights)
     state["head.bias"][0] = float("nan")
-    about = Description("test_vit", {"num_classes": 3, "img_size": 32}, NAMES, img_size=(32, 32))
-    save_file(state, tmp_path / "nan.safetensors", metadata=about.to_metadata())
+    save(tmp_path / "nan.safetensors", state=state)
     image = next((photos / "val").rglob("*.png"))
     more = ["--out", str(tmp_path / "out"), "--device", "cpu"] if command == "explain" else FAST
     data = photos if command == "eval" else image
@@ -142,25 +157,23 @@ def test_names_that_are_not_unicode_are_spelt_out(photos, weights, tmp_path):
 
 def test_an_unreadable_image_is_a_row_with_an_error(photos, weights, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    good, folder = sorted((photos / "val").rglob("*.*"))[:3], tmp_path / "new"
+    folder = tmp_path / "new"
     folder.mkdir()
-    for i, file in enumerate(good):
+    for i, file in enumerate(sorted((photos / "val").rglob("*.*"))[:3]):
         (folder / f"{i}.png").write_bytes(file.read_bytes())
-    for name in ("a", "b", "c"):  # half of all
-        (folder / f"{name}.jpg").write_bytes(b"no image")
+        (folder / f"{'abc'[i]}.jpg").write_bytes(b"no image")  # half of all
     words = ["predict", str(weights), "new", *FAST]
     assert main(words) == 0
     text = capsys.readouterr().out
     assert text.count("class-0") == 3
     assert "3 images could not be read, the first: new/a.jpg" in text
-    assert main([*words, "--out", "rows.csv", "--pictures", "drawn"]) == 0
+    table = [*words, "--out", "rows.csv", "--pictures", "drawn"]
+    assert main(table) == 0
     with open("rows.csv") as file:
         rows = {row["image"]: row for row in csv.DictReader(file)}
     assert set(rows) == {f"new/{name}" for name in ("0.png", "1.png", "2.png", "a.jpg", "b.jpg", "c.jpg")}
-    assert rows["new/0.png"]["error"] == ""
-    assert rows["new/0.png"]["class"]
-    assert "a.jpg" in rows["new/a.jpg"]["error"]
-    assert rows["new/a.jpg"]["class"] == ""
+    for name, row in rows.items():
+        assert (name in row["error"], bool(row["class"])) == (name.endswith("jpg"), name.endswith("png"))
     capsys.readouterr()
     assert main([*words, "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -168,17 +181,7 @@ def test_an_unreadable_image_is_a_row_with_an_error(photos, weights, tmp_path, c
     assert main([*words, "--on-bad-image", "raise"]) == 2
     for i in range(3):
         (folder / f"{i}.png").unlink()
-    assert main([*words, "--out", "rows.csv", "--pictures", "drawn"]) == 2  # nothing but errors
-
-
-def test_outputs_without_a_folder_have_numbers(photos, tmp_path, capsys):
-    """A run with --num-classes 5 and three folders."""
-    model = timm.create_model("test_vit", num_classes=5, img_size=32)
-    about = Description("test_vit", {"num_classes": 5, "img_size": 32}, NAMES, img_size=(32, 32))
-    save_file(model.state_dict(), tmp_path / "best.safetensors", metadata=about.to_metadata())
-    image = next((photos / "val/class-0").iterdir())
-    assert main(["predict", str(tmp_path / "best.safetensors"), str(image), "--json", "--top", "5", *FAST]) == 0
-    assert set(json.loads(capsys.readouterr().out)["classes"]) == {*NAMES, "class 3", "class 4"}
+    assert main(table) == 2  # nothing but errors
 
 
 def test_a_table_never_lands_on_an_image(photos, weights, tmp_path, capsys):
@@ -190,38 +193,19 @@ def test_a_table_never_lands_on_an_image(photos, weights, tmp_path, capsys):
     assert image.read_bytes() == kept
 
 
-def test_python_and_the_command_line_say_the_same(photos, weights, tmp_path, capsys):
-    assert main(["predict", str(weights), str(photos / "val"), "--out", str(tmp_path / "a.csv"), *FAST]) == 0
-    model = load(weights)
-    assert model.class_names == NAMES
-    result = model.predict(photos / "val", device="cpu", workers=0)
-    result.to_csv(tmp_path / "b.csv")
-    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
-    assert [image.path for image in result] == [image.path for image in predict(weights, photos / "val", workers=0)]
-    assert len(result[0].classes) == len(result[0].probabilities) == 3
-    numbers = model.evaluate(photos, device="cpu", workers=0).numbers
-    assert numbers["top1"] == evaluate(weights, photos, device="cpu", workers=0).numbers["top1"]
-
-
 def test_names_are_no_formulas_and_no_markup(photos, tmp_path, capsys):
     """A class called [/red] ended `eval` with an error of rich's, and =1+1 was a formula in a spreadsheet."""
-    names = ("=1+1", "[/red]", "@home")
-    model = timm.create_model("test_vit", num_classes=3, img_size=32)
-    info = Description("test_vit", {"num_classes": 3, "img_size": 32}, names, img_size=(32, 32))
-    save_file(model.state_dict(), tmp_path / "best.safetensors", metadata=info.to_metadata())
-    (tmp_path / "data").mkdir()
-    for name, folder in zip(names, sorted((photos / "val").iterdir()), strict=True):
-        # a folder cannot be called [/red]; `eval` compares by name, so the other two are enough for it
-        if "/" not in name:
-            (tmp_path / "data" / name).symlink_to(folder)
-    out = tmp_path / "e"
-    assert main(["eval", str(tmp_path / "best.safetensors"), str(tmp_path / "data"), "--out", str(out), *FAST]) == 0
-    assert "=1+1" in capsys.readouterr().out
-    assert main(["predict", str(tmp_path / "best.safetensors"), str(photos), "--out", str(out), *FAST]) == 0
-    for file in (tmp_path / "e.csv", out):
-        cells = [cell for row in csv.reader(file.read_text().splitlines()) for cell in row]
+    source, data = str(save(tmp_path / "best.safetensors", ("=1+1", "[/red]", "@home"))), tmp_path / "data"
+    data.mkdir()
+    for name in ("=1+1", "@home"):  # a folder cannot be called [/red]
+        (data / name).symlink_to(photos / "val/class-0")
+    table = tmp_path / "e.csv"
+    for command, images in (("eval", data), ("predict", photos)):
+        assert main([command, source, str(images), "--out", str(table), *FAST]) == 0
+        cells = [cell for row in csv.reader(table.read_text().splitlines()) for cell in row]
         assert "'=1+1" in cells or "'@home" in cells
         assert not any(cell.startswith(("=", "@")) for cell in cells)
+        assert command == "predict" or "=1+1" in capsys.readouterr().out
 
 
 # -- confidence -------------------------------------------------------------------------------------------------------
@@ -240,21 +224,19 @@ def run(weights, photos, tmp_path):
     folder.mkdir(parents=True)
     state = load_file(weights)
     state |= {name: 6 * value for name, value in state.items() if name.startswith("head.")}
-    about = Description("test_vit", {"num_classes": 3, "img_size": 32}, NAMES, img_size=(32, 32))
-    save_file(state, folder / "best.safetensors", metadata=about.to_metadata())
+    save(folder / "best.safetensors", state=state)
     (folder / "config.yaml").write_text(yaml.safe_dump({"data": str(data), "seed": 0}))
     return folder
 
 
-def test_probabilities_of_a_run_are_calibrated_on_what_it_held_out_once(run, monkeypatch, capsys):
+def test_probabilities_of_a_run_are_calibrated_on_what_it_held_out_once(run, monkeypatch):
     photos = run.parents[1] / "photos/val"
-    raw = predict(run, photos, calibrate=False, workers=0)
-    first = predict(run, photos, workers=0)
+    raw, first = (predict(run, photos, calibrate=calibrate, workers=0) for calibrate in (False, True))
     assert "calibrated on 24 images" in first.notes[0]
     kept = json.loads((run / "calibration.json").read_text())["calibration"]
     assert kept["temperature"] > 2
-    assert [image.classes[0] for image in first] == [image.classes[0] for image in raw]
     for calm, sure in zip(first, raw, strict=True):
+        assert calm.classes[0] == sure.classes[0]
         tempered = np.array(sure.probabilities) ** (1 / kept["temperature"])
         np.testing.assert_allclose(calm.probabilities, tempered / tempered.sum(), atol=1e-3)
 
@@ -268,26 +250,21 @@ def test_probabilities_of_a_run_are_calibrated_on_what_it_held_out_once(run, mon
 
 
 def test_answers_that_are_not_likely_enough_are_unsure(run, tmp_path, capsys):
-    photos = run.parents[1] / "photos/val"
+    photos, out = run.parents[1] / "photos/val", tmp_path / "answers.csv"
     predict(run, photos, workers=0)
     kept = json.loads((run / "calibration.json").read_text())["calibration"]
     rate = kept["accuracy"][len(kept["accuracy"]) // 3] / 100
     result = predict(run, photos, sure=rate, workers=0)
-    held_out = {image.path: image.path.split("/")[-2] for image in result}
     answered = [image for image in result if image.sure]
     assert 0 < len(answered) < 24
-    assert np.mean([image.answer == held_out[image.path] for image in answered]) >= rate - 1e-4
+    assert np.mean([image.answer == Path(image.path).parent.name for image in answered]) >= rate - 1e-4
     assert all(image.probabilities[0] < result.threshold for image in result if image.answer == "unsure")
-    out = tmp_path / "answers.csv"
-    words = ["predict", str(run), str(photos), "--sure", str(rate), *FAST]
-    assert main([*words, "--out", str(out)]) == 0
-    rows = list(csv.DictReader(out.open()))
-    assert [row["answer"] for row in rows] == [image.answer for image in result]
-    capsys.readouterr()
-    assert main([*words, "--json", "--out", str(out)]) == 0
-    output = capsys.readouterr()
-    assert [json.loads(line)["answer"] for line in output.out.splitlines()] == [image.answer for image in result]
-    assert "are unsure" in output.err
+    answers = [image.answer for image in result]
+    assert main(["predict", str(run), str(photos), "--sure", str(rate), *FAST, "--json", "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert [row["answer"] for row in csv.DictReader(out.open())] == answers
+    assert [json.loads(line)["answer"] for line in said.out.splitlines()] == answers
+    assert "are unsure" in said.err
 
 
 def test_images_that_look_like_none_of_the_classes_are_told(run, tmp_path, capsys):
@@ -309,7 +286,7 @@ def test_images_that_look_like_none_of_the_classes_are_told(run, tmp_path, capsy
     assert "familiarity" not in raw[0].to_json()
 
 
-def test_what_cannot_be_calibrated_says_so_and_still_answers(run, weights, photos, capsys):
+def test_what_cannot_be_calibrated_says_so_and_still_answers(run, weights, photos):
     config = yaml.safe_load((run / "config.yaml").read_text())
     (run / "config.yaml").write_text(yaml.safe_dump(config | {"data": str(photos)}))
     result = predict(run, photos / "val", workers=0)
@@ -319,8 +296,6 @@ def test_what_cannot_be_calibrated_says_so_and_still_answers(run, weights, photo
     alone = predict(weights, photos / "val", sure=0.5, workers=0)  # weights without a run
     assert alone.threshold == 0.5
     assert all(image.sure == (image.probabilities[0] >= 0.5) for image in alone)
-    assert main(["predict", str(weights), str(photos / "val"), "--sure", "95", *FAST]) == 2
-    assert "sure is 95.0, but should be less than or equal to 1" in capsys.readouterr().err
 
 
 # -- where the object is ----------------------------------------------------------------------------------------------
@@ -364,24 +339,23 @@ def test_an_object_is_located_in_the_whole_photo(disc, tmp_path):
     assert told == [(0, 1), (0, 1), (0, 1), (1, 1)]  # a photo is done after both passes, and counts once
     (image,) = result
     assert image.classes[0] == "red"
-    mask = image.location.mask()
+    mask, pixels = image.location.mask(), image.location.pixels
     assert mask.shape == (120, 180)
     assert (mask & inside).sum() / (mask | inside).sum() > 0.8
-    np.testing.assert_allclose(image.location.pixels, (95, 15, 146, 66), atol=6)
+    np.testing.assert_allclose(pixels, (95, 15, 146, 66), atol=6)
 
     result.to_csv(tmp_path / "a.csv")
     row = next(csv.DictReader((tmp_path / "a.csv").open()))
-    np.testing.assert_allclose(
-        [float(row[edge]) for edge in ("left", "top", "right", "bottom")], image.location.pixels, atol=0.6
-    )
+    edges = [float(row[edge]) for edge in ("left", "top", "right", "bottom")]
+    np.testing.assert_allclose(edges, pixels, atol=0.6)
     row = json.loads(json.dumps(image.to_json()))
-    assert (row["box"], row["size"]) == ([*image.location.pixels], [180, 120])
+    assert (row["box"], row["size"]) == ([*pixels], [180, 120])
     counts = row["mask"]["counts"]
     assert (mask == np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(180, 120).T).all()
     (picture,) = result.save_pictures(tmp_path / "pictures")
     drawn = Image.open(picture)
     assert drawn.size == (640, 427)
-    left, top, _, bottom = (round(edge * 640 / 180) for edge in image.location.pixels)
+    left, top, _, bottom = (round(edge * 640 / 180) for edge in pixels)
     colour = colour_of(result.class_names.index("red"))
     np.testing.assert_allclose(drawn.getpixel((left + 1, (top + bottom) // 2)), rgb(colour), atol=40)  # of the frame
     with pytest.raises(EverytokenError, match="locate=True"):
@@ -458,14 +432,6 @@ def test_the_map_follows_the_tokens_and_not_the_guess():
     assert maps.shape == (1, 32, 32)
     assert ((small > 0.5) == inside).float().mean() > 0.97
     assert ((guess > 0.5) == inside).float().mean() < 0.7
-
-
-def test_otsu_separates_the_two_groups_that_differ_most():
-    values = torch.tensor([[[0.0, 0.1, 0.2], [0.7, 0.8, 0.9]], [[1.0, 1.0, 1.0], [1.0, 1.0, 3.0]]])
-    assert (values > otsu(values)).tolist() == [
-        [[False, False, False], [True, True, True]],
-        [[False, False, False], [False, False, True]],
-    ]
 
 
 def test_where_no_object_is_seen_there_is_no_box(disc, tmp_path, capsys):

@@ -4,7 +4,6 @@ Two at a time, because then each has to be weighed against the other: a model th
 no gradient left that would tell where it came from.
 """
 
-import pytest
 import timm
 import torch
 
@@ -43,9 +42,3 @@ def train(model: torch.nn.Module, steps: int) -> torch.nn.Module:
 def tiny_vit(**more):
     small = {"img_size": SIZE, "patch_size": PATCH, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 4}
     return timm.create_model("vit_tiny_patch16_224", **(small | more))
-
-
-@pytest.fixture(scope="session")
-def finder() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return train(tiny_vit(), 120)

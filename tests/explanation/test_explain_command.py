@@ -5,29 +5,30 @@ import json
 import numpy as np
 import pytest
 import timm
+import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from everytoken_lab import explain
 from everytoken_lab.cli import main
+from everytoken_lab.evaluation import InferenceOptions
+from everytoken_lab.explanation.cards import open_explained
+from everytoken_lab.explanation.saliency import relevance
 from everytoken_lab.models.description import Description
 
 NAMES = ("cat", "dog", "cow", "hen")
 
 
 def save_model(path, name, token_names=(), **arguments):
-    import torch
-
     torch.manual_seed(0)
     arguments = {"num_classes": 4, **arguments}
     model = timm.create_model(name, **arguments)
     about = Description(name, arguments, NAMES, token_names, img_size=(32, 32))
     save_file(model.state_dict(), path, metadata=about.to_metadata())
     if token_names:
-        head = {
-            "weight": 0.3 * torch.randn(len(token_names), model.num_features),
-            "bias": torch.zeros(len(token_names)),
-        }
-        save_file(head, path.with_name(path.stem + ".token_head.safetensors"))
+        head = torch.nn.Linear(model.num_features, len(token_names))
+        torch.nn.init.normal_(head.weight, std=0.3)
+        save_file(head.state_dict(), path.with_name(path.stem + ".token_head.safetensors"))
     return str(path)
 
 
@@ -69,18 +70,18 @@ def test_cards_an_overview_and_numbers_are_written_and_named(here, tmp_path, cap
     assert sizes[3][1] > sum(height for _, height in sizes[:3])
 
 
-def test_the_numbers_are_those_of_the_functions(here, tmp_path):
-    from everytoken_lab.evaluation import InferenceOptions
-    from everytoken_lab.explanation.cards import open_explained
-    from everytoken_lab.explanation.saliency import relevance
-
-    image = here / "photos/two.jpg"
-    assert run(here, here / "vit.safetensors", image, "--class", "hen", "--class", "1", "--out", tmp_path) == 0
+def test_the_numbers_are_those_of_the_functions_and_python_writes_nothing_unless_asked(here, tmp_path):
+    image, model = here / "photos/two.jpg", str(here / "vit.safetensors")
+    assert run(here, model, image, "--class", "hen", "--class", "1", "--out", tmp_path) == 0
     said = json.loads((tmp_path / "explain.json").read_text())["images"][0]["models"][0]["relevance"]
     assert [(one["class"], one["index"]) for one in said] == [("hen", 3), ("dog", 1)]
-    subject = open_explained(str(here / "vit.safetensors"), InferenceOptions(workers=0))
+    subject = open_explained(model, InferenceOptions(workers=0))
     maps = relevance(subject.opened.model, subject.read(image)[1], [3, 1])[0]
     np.testing.assert_allclose([one["grid"] for one in said], maps, rtol=1e-4, atol=1e-9)
+    result = explain(model, image, classes=("hen", "1"), device="cpu")
+    assert result.files == []
+    assert result.cards[0].width > 600
+    assert result.facts["images"][0]["models"][0]["relevance"] == said
 
 
 def test_two_models_are_asked_about_the_same_classes(here, tmp_path):
@@ -101,15 +102,6 @@ def test_a_mixture_is_drawn_and_told(here, tmp_path, model):
     (story,) = json.loads((tmp_path / "explain.json").read_text())["mix"]["models"]
     assert story["ratio"] == pytest.approx(0.7, abs=0.03)
     assert Image.open(tmp_path / "mix.png").width > 1000
-
-
-def test_the_python_function_gives_cards_and_numbers_and_writes_nothing_unless_asked(here):
-    from everytoken_lab import explain
-
-    result = explain(str(here / "vit.safetensors"), here / "photos/two.jpg", classes=("cat",), device="cpu")
-    assert result.files == []
-    assert result.cards[0].width > 600
-    assert [entry["class"] for entry in result.facts["images"][0]["models"][0]["relevance"]] == ["cat"]
 
 
 @pytest.mark.parametrize(("more", "message"), [

@@ -5,9 +5,9 @@ import pytest
 import timm
 import torch
 
-import everytoken.models  # noqa: F401
 from everytoken.models import TokenModel
-from everytoken_lab.explanation.mixed import draw_box, follow_mix
+from everytoken_lab.explanation.cards import draw_box, follow_mix
+from everytoken_lab.explanation.saliency import record_attention
 
 from .conftest import tiny_vit
 
@@ -31,8 +31,6 @@ def test_shares_of_a_vit_are_followed_by_hand():
     own, partner = two()
     mask = draw_box(0.4, (32, 32))
     story = follow_mix(model, own, partner, mask)
-    from everytoken_lab.explanation.saliency import record_attention
-
     mixed = own * mask + partner * (1 - mask)
     with torch.no_grad(), record_attention(model.backbone) as matrices:
         model.backbone(mixed)

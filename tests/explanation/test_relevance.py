@@ -1,4 +1,4 @@
-"""The equations against slow versions, every family, and that nothing of it stays in the model."""
+"""The equations against slow versions, every family, what a trained model finds; nothing of it stays in the model."""
 
 import pytest
 import timm
@@ -9,7 +9,7 @@ import everytoken.models  # noqa: F401
 from everytoken.models import TokenModel, UnsupportedModelError
 from everytoken_lab.explanation.saliency import NoAttentionError, accumulate, choose_method, record_attention, relevance
 
-from .conftest import tiny_vit
+from .conftest import planted, tiny_vit, train
 
 
 def images(count=2, size=32, seed=0):
@@ -175,26 +175,6 @@ def test_frozen_weights_and_inference_mode_change_nothing():
         assert torch.equal(relevance(model, images(), [1]), plain)
 
 
-class Strange(torch.nn.Module):
-    """Attention of a class that nobody knows."""
-
-    def forward(self, x, **settings):
-        return x.cumsum(1)
-
-
-def test_unknown_attention_is_named_with_the_way_out():
-    model = tiny_vit().eval()
-    model.blocks[1].attn = Strange()
-    with pytest.raises(UnsupportedModelError, match=r"Strange.*method='cam'"):
-        relevance(model, images(), [0])
-
-
-def test_a_hierarchical_model_says_so_when_asked_for_attention():
-    model = timm.create_model("resnet18", num_classes=3)
-    with pytest.raises(NoAttentionError, match=r"ResNet.*method='cam'"):
-        relevance(model, images(1), [0], "attention")
-
-
 def slow_lrp(model, x, number):
     """Relevance propagation of one image, every rule by autograd in double precision: the map [N] of the patches."""
     gradient = torch.autograd.grad
@@ -273,7 +253,13 @@ def test_propagated_relevance_is_that_of_the_rules_one_by_one(name):
     assert not torch.allclose(heat, relevance(model, x, classes, "attention").flatten(2), rtol=0.1)
 
 
-def test_propagation_through_other_models_is_refused_with_a_way_out():
+def test_models_that_a_method_does_not_know_are_refused_with_a_way_out():
+    strange = tiny_vit()
+    strange.blocks[1].attn = nn.LSTM(48, 48)  # nobody knows how it mixes tokens
+    with pytest.raises(UnsupportedModelError, match=r"LSTM.*method='cam'"):
+        relevance(strange, images(), [0])
+    with pytest.raises(NoAttentionError, match=r"ResNet.*method='cam'"):
+        choose_method(timm.create_model("resnet18"), "attention")
     for name, arguments in (
         ("swin_nano_patch2_window4_32", {}),
         ("lvvit_nano_patch4_32", {"norm_position": "post"}),
@@ -281,3 +267,38 @@ def test_propagation_through_other_models_is_refused_with_a_way_out():
     ):
         with pytest.raises(UnsupportedModelError, match="method='"):
             choose_method(timm.create_model(name, num_classes=4, **arguments), "lrp")
+
+
+# -- a model that was trained to find something ------------------------------------------------------------------------
+
+
+def mass_inside(maps, mask):
+    return (maps * mask).sum((1, 2)) / maps.sum((1, 2))
+
+
+def peak_inside(maps, mask):
+    best = maps.flatten(1).argmax(1, keepdim=True)
+    return mask.flatten(1).gather(1, best).mean()
+
+
+def test_relevance_of_each_class_lies_on_its_own_square():
+    torch.manual_seed(1)
+    finder, (shown, labels, mask) = train(tiny_vit(), 120), planted(24, seed=1000)
+    assert mask.mean() == 4 / 64
+    maps = relevance(finder, shown, labels, "attention")
+    for this, other in ((0, 1), (1, 0)):
+        on_it = mass_inside(maps[:, this], mask[:, this]).mean()
+        assert on_it > 0.4
+        assert on_it > 4 * mass_inside(maps[:, this], mask[:, other]).mean()
+        assert peak_inside(maps[:, this], mask[:, this]) > 0.7
+
+
+def test_grad_cam_of_a_pooled_vit_lies_on_the_square_of_the_class():
+    torch.manual_seed(0)
+    pooled = train(tiny_vit(depth=2, global_pool="avg", class_token=False), 60)
+    shown, labels, mask = planted(24, seed=1000)
+    maps = relevance(pooled, shown, labels)  # what "auto" takes
+    assert torch.equal(maps, relevance(pooled, shown, labels, "cam"))
+    assert mass_inside(maps[:, 0], mask[:, 0]).mean() > 0.6
+    assert mass_inside(maps[:, 0], mask[:, 1]).mean() < 0.06
+    assert peak_inside(maps[:, 0], mask[:, 0]) > 0.9

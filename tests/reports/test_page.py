@@ -14,8 +14,7 @@ from everytoken_lab.calibration import Calibration
 from everytoken_lab.cli import main
 from everytoken_lab.data.augment import eval_view
 from everytoken_lab.engine.run_folder import read_run
-from everytoken_lab.evaluation.calibrated import validation_set
-from everytoken_lab.evaluation.run import network_inputs
+from everytoken_lab.evaluation.run import network_inputs, validation_set
 from everytoken_lab.reports.page import POINTS, render, thin
 from everytoken_lab.reports.predictions import CACHE, choose, labelling, photos, predict_run
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-import everytoken  # noqa: F401
+from everytoken.data.batch import normalise
 from everytoken_lab.cli import main
 from everytoken_lab.models.description import Description
 from everytoken_lab.robust import RobustOptions, attacks
@@ -29,14 +29,11 @@ ATTACK = ("--attack", "apgd-ce", "--attack-steps", "2")
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory, photos):
     """Two small models, trained for a moment on the discs' colours."""
-    place = tmp_path_factory.mktemp("weights")
-    x, y = [], []
-    for label, name in enumerate(NAMES):
-        for path in sorted((photos / "train" / name).iterdir()):
-            x.append(np.asarray(Image.open(path).resize((32, 32)), np.float32).transpose(2, 0, 1) / 255)
-            y.append(label)
-    x, y = (torch.tensor(np.stack(x)) - 0.5) / 0.5, torch.tensor(y)
-    paths = []
+    place, paths = tmp_path_factory.mktemp("weights"), []
+    files = sorted((photos / "train").rglob("*.*"))
+    images = np.stack([np.asarray(Image.open(path).resize((32, 32)), np.float32) for path in files])
+    x, y = torch.from_numpy(images).movedim(-1, 1) / 127.5 - 1, torch.tensor([int(f.parent.name[-1]) for f in files])
+    about = Description("vit_tiny_patch16_224", TINY, NAMES, **SEEN)
     for seed in (0, 1):
         torch.manual_seed(seed)
         model = timm.create_model("vit_tiny_patch16_224", **TINY)
@@ -45,7 +42,6 @@ def weights(tmp_path_factory, photos):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-        about = Description("vit_tiny_patch16_224", TINY, NAMES, **SEEN)
         paths.append(place / f"model{seed}.safetensors")
         save_file(model.state_dict(), paths[-1], metadata=about.to_metadata())
     return paths
@@ -63,16 +59,14 @@ def test_one_table_of_clean_corrupted_and_attacked_images(photos, weights, tmp_p
     small = ("--suite", f"val={photos / 'val'}", "corrupt", "attack", "--corruptions", "contrast", "fog")
     small += ("--severities", "1", "5", *ATTACK, "--eps", "1/255", "32/255")
     assert robust(weights[0], tmp_path, *small) == 0
-    text = capsys.readouterr().out
-    assert "M parameters" in text
+    assert "M parameters" in capsys.readouterr().out
     rows = rows_of(tmp_path)
-    assert set(rows) == {
-        "val", "corrupt contrast", "corrupt fog", "corrupt mean", "corrupt mCE", "attack 1/255", "attack 32/255"
-    }  # fmt: skip
-    value = {name: float(row["top-1"]) for name, row in rows.items()}
+    corrupted = {f"corrupt {name}" for name in ("contrast", "fog", "mean", "mCE")}
+    assert set(rows) == {"val", *corrupted, "attack 1/255", "attack 32/255"}
+    value = {name: row["top-1"] for name, row in rows.items()}
     assert value["corrupt mean"] == pytest.approx((value["corrupt contrast"] + value["corrupt fog"]) / 2)
-    assert value["val"] >= value["attack 1/255"] >= next(v for n, v in value.items() if n.startswith("attack 32/255"))
-    assert float(rows["val"]["low"]) <= value["val"] <= float(rows["val"]["high"])
+    assert value["val"] >= value["attack 1/255"] >= value["attack 32/255"]
+    assert rows["val"]["low"] <= value["val"] <= rows["val"]["high"]
     assert "corrupt mCE" in (tmp_path / "table.txt").read_text()
 
 
@@ -130,15 +124,14 @@ def test_generated_corruptions_equal_the_same_corruptions_from_folders(photos, w
 def test_two_models_are_compared_image_by_image(photos, weights, tmp_path, capsys):
     words = ("--suite", f"val={photos / 'val'}", "corrupt", "--corruptions", "contrast", "--severities", "3", "5")
     assert robust(weights[0], tmp_path, "--compare", str(weights[1]), *words, "--json") == 0
-    rows = rows_of(tmp_path)
-    for row in rows.values():
-        assert float(row["B - A"]) == pytest.approx(float(row["B"]) - float(row["A"]), abs=1e-3)
-        assert row["low"] is None or float(row["low"]) <= float(row["B - A"]) <= float(row["high"])
     assert set(json.loads(capsys.readouterr().out)["rows"][0]) >= {"test set", "images", "A", "B", "B - A"}
+    for row in rows_of(tmp_path).values():
+        assert row["B - A"] == pytest.approx(row["B"] - row["A"], abs=1e-3)
+        assert row["low"] is None or row["low"] <= row["B - A"] <= row["high"]
     robust(weights[0], tmp_path / "same", "--compare", str(weights[0]), *words)
     same = rows_of(tmp_path / "same")
-    assert all(float(row["B - A"]) == 0 for row in same.values())
-    assert float(same["val"]["low"]) < 0 < float(same["val"]["high"])
+    assert all(row["B - A"] == 0 for row in same.values())
+    assert same["val"]["low"] < 0 < same["val"]["high"]
     assert same["corrupt contrast"]["low"] is None  # all images agree
 
 
@@ -180,25 +173,15 @@ def test_an_attack_with_other_settings_has_a_log_of_its_own(photos, weights, tmp
     assert len(list(tmp_path.rglob("attacks/*.jsonl"))) == 2
 
 
-def test_without_names_transfer_takes_the_data_sets_that_need_no_folder():
-    assert [target.name for target in parse_targets(())] == ["cifar10", "cifar100", "cars"]
-
-
 def test_attacks_see_what_evaluation_sees_and_fused_attention_hides_no_gradient(photos, weights, tmp_path):
     tested = SuiteRunner(str(weights[0]), RobustOptions(device="cpu"), tmp_path)
     data, _ = robust_run.open_images(Suite("v", "val", str(photos / "val")))
-    view = tested.view
-    pixels = np.stack([view(data.picture(i))[0] for i in range(3)])
-    images = torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
-    from everytoken.data.batch import normalise
-
-    model = from_pixels(tested.net, view)
-    assert torch.allclose(model(images / 255), tested.net(normalise(images, view.mean, view.std)), atol=1e-5)
-    x, y = images.double() / 255, torch.tensor([0, 1, 2])
-    net, mean, std = (
-        tested.net.double(),
-        *(torch.tensor(v).double().view(1, 3, 1, 1) for v in (view.mean, view.std)),
-    )
+    view, net = tested.view, tested.net
+    images = torch.from_numpy(np.stack([view(data.picture(i))[0] for i in range(3)])).movedim(-1, 1)
+    seen = from_pixels(net, view)(images / 255)
+    assert torch.allclose(seen, net(normalise(images, view.mean, view.std)), atol=1e-5)
+    x, y, net = images.double() / 255, torch.tensor([0, 1, 2]), net.double()
+    mean, std = (torch.tensor(v).double().view(1, 3, 1, 1) for v in (view.mean, view.std))
 
     def double(t):  # without the cast to float32
         return net((t - mean) / std)
@@ -209,7 +192,7 @@ def test_attacks_see_what_evaluation_sees_and_fused_attention_hides_no_gradient(
         step[at] = 1e-5
         up, down = (torch.nn.functional.cross_entropy(double(x + s * step), y, reduction="sum") for s in (1, -1))
         assert float(gradient[at]) == pytest.approx(float(up - down) / 2e-5, rel=1e-3, abs=1e-9)
-    fused = [m for m in tested.net.modules() if hasattr(m, "fused_attn")]
+    fused = [m for m in net.modules() if hasattr(m, "fused_attn")]
     assert fused
     assert all(m.fused_attn for m in fused)
     for module in fused:
@@ -222,44 +205,48 @@ def test_bad_folders_and_other_classes_get_clear_errors(photos, weights, tmp_pat
     other.mkdir(parents=True)
     Image.new("RGB", (40, 40)).save(other / "a.png")
     (tmp_path / "empty").mkdir()
+    val = photos / "val"
     for words, text in (
-        (("--suite", f"val={tmp_path / 'other'}"), "zebra"),
-        (("--suite", f"val={tmp_path / 'empty'}"), "holds no images"),
-        (("--suite", f"a={photos / 'val'}"), "200 classes"),
-        (("--suite", f"real={photos / 'val'}"), "ReaL"),
-        (("--suite", f"val={photos / 'val'}", "attack", "--attack", "apdg-ce"), "apgd-ce"),
-        (("--suite", f"attack={photos / 'val'}", "--eps", "4/0"), "eps"),
-        (("--suite", f"attack={photos / 'val'}", "--eps", "inf"), "eps"),
-        (("--suite", f"attack={photos / 'val'}", "--attack-steps", "0"), "attack_steps is 0"),
-        (("--suite", f"corrupt={photos / 'val'}", "--severities", "6"), "severities is 6"),
-        (("--suite", f"corrupt={photos / 'val'}", "--corruptions", "frog"), "fog"),
-        (("--suite", f"val={photos / 'val'}", "--weights", "x.pth"), "timm:NAME"),
+        ((f"val={tmp_path / 'other'}",), "zebra"),
+        ((f"val={tmp_path / 'empty'}",), "holds no images"),
+        ((f"a={val}",), "200 classes"),
+        ((f"real={val}",), "ReaL"),
+        ((f"attack={val}", "--attack", "apdg-ce"), "apgd-ce"),
+        ((f"attack={val}", "--eps", "4/0"), "eps"),
+        ((f"attack={val}", "--eps", "inf"), "eps"),
+        ((f"attack={val}", "--attack-steps", "0"), "attack_steps is 0"),
+        ((f"corrupt={val}", "--severities", "6"), "severities is 6"),
+        ((f"corrupt={val}", "--corruptions", "frog"), "fog"),
+        ((f"val={val}", "--weights", "x.pth"), "timm:NAME"),
     ):
-        assert robust(weights[0], tmp_path / "out", *words) == 2
+        assert robust(weights[0], tmp_path / "out", "--suite", *words) == 2
         assert text in capsys.readouterr().err
 
 
+def transfer(source, out, *suite):
+    words = ["--suite", *suite, "--device", "cpu", "--workers", "0", "--out", str(out)]
+    flags = ["--epochs", "1", "--batch-size", "12", "--img-size", "32", "--warmup-epochs", "0", "--no-amp"]
+    return main(["transfer", str(source), *words, "--", *flags, "--repeat-augment", "1"])
+
+
 def test_transfer_finetunes_evaluates_and_tabulates(photos, weights, tmp_path, capsys):
-    words = ["transfer", str(weights[0]), "--suite", f"mine={photos}", "--recipe", "transfer_cifar10"]
-    words += ["--device", "cpu", "--workers", "0", "--out", str(tmp_path), "--", "--epochs", "1", "--batch-size", "12"]
-    words += ["--img-size", "32", "--warmup-epochs", "0", "--no-amp", "--repeat-augment", "1"]
-    assert main(words) == 0
+    mine = (f"mine={photos}", "--recipe", "transfer_cifar10")
+    assert transfer(weights[0], tmp_path, *mine) == 0
     rows = rows_of(tmp_path)
     assert rows["mine"]["images"] == 12
     summary = json.loads((tmp_path / "mine" / "summary.json").read_text())
-    assert float(rows["mine"]["top-1"]) == pytest.approx(summary["last"]["score"], abs=0.01)
+    assert rows["mine"]["top-1"] == pytest.approx(summary["last"]["score"], abs=0.01)
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
     config = {"architecture": "vit_tiny_patch16_224", "num_classes": 3, "model_args": TINY, "pretrained_cfg": {}}
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub/config.json").write_text(json.dumps(config))
     save_file(model.state_dict(), tmp_path / "hub/model.safetensors")
-    words[1], words[words.index("--out") + 1] = f"local-dir:{tmp_path / 'hub'}", str(tmp_path / "other")
-    assert main(words) == 0  # whatever `robust` takes
+    assert transfer(f"local-dir:{tmp_path / 'hub'}", tmp_path / "other", *mine) == 0  # whatever `robust` takes
     assert rows_of(tmp_path / "other")["mine"]["images"] == 12
-    assert main([*words[:3], "flowers"]) == 2
-    assert "2,040" in capsys.readouterr().err
-    assert main([*words[:3], f"mine={photos}"]) == 2
-    assert "recipe" in capsys.readouterr().err
+    for suite, text in (("flowers", "2,040"), (f"mine={photos}", "recipe")):
+        assert transfer(weights[0], tmp_path / "none", suite) == 2
+        assert text in capsys.readouterr().err
+    assert [target.name for target in parse_targets(())] == ["cifar10", "cifar100", "cars"]  # which need no folder
 
 
 def test_another_token_vote_gives_other_numbers_and_needs_a_token_head(photos, weights, tmp_path, capsys):
@@ -306,12 +293,10 @@ def test_unreadable_images_can_be_left_out_of_everything(photos, weights, tmp_pa
 def test_transfer_is_judged_by_the_images_that_were_held_out(photos, weights, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(photos / "train", tmp_path / "mine")
-    words = ["transfer", str(weights[0]), "--suite", "mine=mine", "--recipe", "transfer_cifar10", "--device", "cpu"]
-    words += ["--workers", "0", "--out", "out", "--", "--epochs", "1", "--batch-size", "12", "--img-size", "32"]
-    assert main([*words, "--warmup-epochs", "0", "--no-amp", "--repeat-augment", "1"]) == 0
+    assert transfer(weights[0], "out", "mine=mine", "--recipe", "transfer_cifar10") == 0
     (row,) = rows_of(tmp_path / "out").values()
     assert f"{row['images']} validation" in (tmp_path / "out/mine/log.txt").read_text()
-    assert int(row["images"]) < 36
+    assert row["images"] < 36
     assert "that it held out (10%)" in (tmp_path / "out/table.txt").read_text()
     words = ("--suite", "mine=mine", "corrupt=mine", "--corruptions", "fog", "--severities", "1", "2")
     capsys.readouterr()

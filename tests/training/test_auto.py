@@ -27,7 +27,7 @@ from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.options import AutoOptions, DataOptions, ModelOptions, TrainOptions
 from everytoken_lab.engine.run_folder import read_run
 from everytoken_lab.engine.task import Task
-from everytoken_lab.evaluation.calibrated import read_calibration
+from everytoken_lab.evaluation.run import read_calibration
 from everytoken_lab.models import open as open_module
 from everytoken_lab.models.open import open_model
 from everytoken_lab.reports.predictions import predict_run

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from everytoken_lab.cli._parse import values_of
 from everytoken_lab.cli.train import TrainFlags
-from everytoken_lab.dense.detect.options import DetectEval, DetectOptions, DetectPredict
+from everytoken_lab.dense.detect import DetectEval, DetectOptions, DetectPredict
 from everytoken_lab.terminal import JsonFlag, known, print_evaluation, print_predictions
 
 

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 
 from everytoken_lab.cli._parse import Source, values_of
-from everytoken_lab.robust import RobustOptions, robustness
+from everytoken_lab.robust import RobustOptions
 from everytoken_lab.schema import say
 from everytoken_lab.terminal import Progress
 
@@ -32,6 +32,8 @@ class RobustCommand(RobustOptions):
 
 
 def main(options: RobustCommand) -> None:
+    from everytoken_lab.robust.run import robustness
+
     with contextlib.ExitStack() as stack:
         bars: dict[str, Progress] = {}
 

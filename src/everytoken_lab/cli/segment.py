@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from everytoken_lab.cli._parse import values_of
 from everytoken_lab.cli.train import TrainFlags
-from everytoken_lab.dense.segment.options import SegmentEval, SegmentOptions, SegmentPredict
+from everytoken_lab.dense.segment import SegmentEval, SegmentOptions, SegmentPredict
 from everytoken_lab.terminal import JsonFlag, print_evaluation, print_predictions
 
 

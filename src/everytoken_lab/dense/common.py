@@ -51,7 +51,6 @@ from everytoken_lab.models.description import Description, read_metadata
 from everytoken_lab.models.open import find_weights
 
 A = TypeVar("A")
-N = TypeVar("N", bound=nn.Module)
 SIDE = 360  # of a picture in batch.jpg, pixels
 SPLITS = {
     "train": ("train", "training", "train2017"),
@@ -99,11 +98,15 @@ class DenseInfo:
     backbone: Description  # img_size is that of training
     class_names: tuple[str, ...]
 
+    def network(self, features: Features) -> Any:
+        """The network on its backbone; its weights are random."""
+        raise NotImplementedError
+
 
 I = TypeVar("I", bound=DenseInfo)  # noqa: E741
 
 
-def load_dense(source: str | Path, info_type: type[I], build: Callable[[Features, I], N]) -> tuple[N, I]:
+def load_dense(source: str | Path, info_type: type[I]) -> tuple[Any, I]:
     """A trained network in evaluation mode and its description, from its run folder or a weights file of it."""
     path = find_weights(source)
     values = read_metadata(path, info_type.METADATA)
@@ -111,7 +114,7 @@ def load_dense(source: str | Path, info_type: type[I], build: Callable[[Features
         raise EverytokenError(f"{path} {info_type.HINT}")
     info = schema.parse(info_type, values, f"{path}, description of the weights")
     Description.from_values(values["backbone"], str(path))  # which checks architecture and arguments
-    model = build(rebuild_features(info.backbone), info)
+    model = info.network(rebuild_features(info.backbone))
     report = load_weights(model, path)
     if report.missing or report.left_out:
         raise EverytokenError(f"{path} does not fit the network that it describes:\n{report}")
@@ -158,6 +161,7 @@ class DenseTask(Task):
     """
 
     command: ClassVar[str]
+    inference: ClassVar[type[Any]]  # made of a network and its info: batch of one image -> answer
 
     def __init__(
         self,
@@ -185,10 +189,6 @@ class DenseTask(Task):
         """The options of a new run, with nothing left open."""
         raise NotImplementedError
 
-    def inference(self, network: Any) -> Callable[[Batch], Any]:
-        """How validation uses a network: batch of one image -> answer."""
-        raise NotImplementedError
-
     def score(self) -> Score[Any]:
         """An empty score for the validation images."""
         raise NotImplementedError
@@ -209,7 +209,7 @@ class DenseTask(Task):
 
     def validate(self, module: nn.Module) -> dict[str, float]:
         """All numbers, "score" being the most important one; classes.json becomes the table of classes."""
-        score, network = self.score(), self.inference(module.network)
+        score, network = self.score(), self.inference(module.network, self.info)
         for batch in watched(self.val_loader.epoch(0), len(self.val_set), self.world):
             with torch.no_grad(), self.autocast():
                 answer = network(batch)
@@ -344,7 +344,7 @@ def open_unseen(
     part: Any,
     open_data: Callable[[str, str, Any], F],
     divided: bool,
-    same: Callable[[Run], bool | None],
+    same: Callable[[Run], bool | None] | None = None,
     fraction: Callable[[Run], float] = lambda run: run.val_split,
 ) -> tuple[F, list[str]]:
     """The part of the data that is asked for, and notes; of undivided data, the images that the run held out.

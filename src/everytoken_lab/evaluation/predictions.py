@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,13 @@ from everytoken_lab import schema
 from everytoken_lab.calibration import UNFAMILIAR, Calibration
 from everytoken_lab.classes import shown_name
 from everytoken_lab.data.augment import eval_view
-from everytoken_lab.data.datasets import DataSet, FileSet
+from everytoken_lab.data.datasets import FileSet
 from everytoken_lab.data.decode import Picture
 from everytoken_lab.data.tree import gather_images, result_stems
 from everytoken_lab.draw import object_overlay
 from everytoken_lab.evaluation import PredictOptions, Progress
-from everytoken_lab.evaluation.calibrated import calibrated
-from everytoken_lab.evaluation.calibrated import probabilities as shown_probabilities
 from everytoken_lab.evaluation.locate import ALIKE, Location, Locator, run_lengths
-from everytoken_lab.evaluation.run import Inference, Voter, open_with, write_csv
+from everytoken_lab.evaluation.run import Inference, Voter, calibrated, open_with, shown_probabilities, write_csv
 from everytoken_lab.models.open import OpenModel
 
 UNSURE = "unsure"
@@ -135,27 +133,6 @@ class ImagePredictions(Sequence[ImagePrediction]):
         return files
 
 
-def _locations(
-    opened: OpenModel,
-    data: DataSet,
-    chosen: Sequence[int],
-    likely: dict[int, tuple[Tensor, Tensor]],
-    options: PredictOptions,
-    progress: Progress | None,
-) -> Iterator[tuple[int, Location | None]]:
-    """(number of a chosen image, where the object of its class is), in another pass over whole images.
-
-    `likely`: the likeliest classes of each image and their probabilities.
-    """
-    locator, part = Locator(opened), data.subset(chosen)
-    for batch in Inference(opened.model, part, locator.view, options, progress=progress).views():
-        assert batch.indices is not None
-        numbers = [chosen[i] for i in batch.indices.tolist()]
-        sizes = [data.picture(i).size for i in numbers]
-        classes, probabilities = (torch.stack(values) for values in zip(*(likely[i] for i in numbers), strict=True))
-        yield from zip(numbers, locator.locate(batch.images, classes, probabilities, sizes), strict=True)
-
-
 def _of_pass(progress: Progress | None, number: int, passes: int, images: int) -> Progress | None:
     """Progress of one of several passes over the images: an image is done when all passes are."""
     return None if progress is None else lambda done, _: progress((number * images + done) // passes, images)
@@ -215,7 +192,7 @@ def predict(
     inference = Inference(model, data, eval_view(opened.info), options, opened.info.amp_dtype(options.amp), first)
     inference.bad_images.quota = 1.0
     out: dict[int, ImagePrediction] = {}
-    likely: dict[int, tuple[Tensor, Tensor]] = {}
+    likely: dict[int, tuple[Tensor, Tensor]] = {}  # classes and their probabilities
     for batch, logits in inference.batches():
         assert batch.indices is not None
         values, order = shown_probabilities(shown, logits).sort(descending=True, stable=True)
@@ -234,8 +211,15 @@ def predict(
             values, classes = logits.softmax(-1).topk(min(ALIKE, logits.shape[1]))
             likely |= zip(batch.indices.tolist(), zip(classes, values, strict=True), strict=True)
     if options.locate:
-        for i, location in _locations(opened, data, sorted(out), likely, options, second):
-            out[i] = replace(out[i], location=location)
+        answered, locator = sorted(out), Locator(opened)
+        whole = Inference(opened.model, data.subset(answered), locator.view, options, progress=second)
+        for batch in whole.views():
+            assert batch.indices is not None
+            numbers = [answered[i] for i in batch.indices.tolist()]
+            sizes = [data.picture(i).size for i in numbers]
+            classes, chances = (torch.stack(values) for values in zip(*(likely[i] for i in numbers), strict=True))
+            located = locator.locate(batch.images, classes, chances, sizes)
+            out |= {i: replace(out[i], location=place) for i, place in zip(numbers, located, strict=True)}
     notes = tuple(filter(None, (remark, note)))
     bad = inference.bad_images.seen
     skipped = {path: bad[name] for path, name in zip(shown_paths, names, strict=True) if name in bad}

@@ -1,13 +1,18 @@
-"""A model over images: evaluation with labels, prediction without."""
+"""A model over images: evaluation with labels, prediction without, and the calibration of a run.
+
+A run is calibrated on its held-out images once, and keeps it in RUN/calibration.json for these weights. Weights that
+`export` wrote carry theirs in their description. Published weights have none: nobody knows here which images they have
+not seen.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +22,12 @@ from torch import Tensor, nn
 
 from everytoken.data.batch import Batch, Prefetcher, normalise
 from everytoken.errors import EverytokenError
-from everytoken.files import write_atomically
+from everytoken.files import plain_json, sha256_of, write_atomically
 from everytoken.models.common import make_attention_explicit
 from everytoken.models.token_model import probe
 from everytoken_lab import schema
 from everytoken_lab.calibration import Calibration, calibrate
-from everytoken_lab.classes import imagenet_numbers, match_classes
+from everytoken_lab.classes import ClassMatch, imagenet_numbers, match_classes
 from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.data.decode import Picture
@@ -36,14 +41,18 @@ from everytoken_lab.engine.accuracy import (
     real_accuracy,
 )
 from everytoken_lab.engine.distributed import pick_device
-from everytoken_lab.engine.run_folder import open_part
+from everytoken_lab.engine.options import TrainOptions, apply
+from everytoken_lab.engine.run_folder import Run, open_part, run_of
 from everytoken_lab.evaluation import EvalOptions, InferenceOptions, Progress
-from everytoken_lab.evaluation.calibrated import NOT_FINITE
+from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.models.description import Description
 from everytoken_lab.models.onnx import OnnxModel, faster
 from everytoken_lab.models.open import OpenModel, open_model
 from everytoken_lab.stats import Estimate
 
+CALIBRATION = "calibration.json"
+FEWEST, MOST = 20, 1000  # images to calibrate on
+NOT_FINITE = "the model's answers are not finite numbers: its weights are damaged, or mixed precision overflows (amp)."
 LOGITS = 50_000_000  # numbers that are kept at most to calibrate: of an even sample of the images
 WORTH_EXPORTING = 64 * 224 * 224  # pixels of all images from which on a faster program is made of the network first
 CONVOLUTIONS = 10  # layers; networks with fewer are matrix products, and no faster in ONNX Runtime
@@ -163,15 +172,8 @@ class Inference:
             size = view.img_size if isinstance(view.img_size, tuple) else (view.img_size, view.img_size)
             make_attention_explicit(model, probe(model.model, size))  # as training does, and so validation
         self.bad_images = BadImages(options.on_bad_image)
-        self.loader = Loader(
-            data,
-            view,
-            options.batch_size,
-            train=False,
-            workers=options.workers,
-            bad_images=self.bad_images,
-            pin_memory=self.device.type == "cuda",
-        )
+        how: dict[str, Any] = {"workers": options.workers, "pin_memory": self.device.type == "cuda"}
+        self.loader = Loader(data, view, options.batch_size, train=False, bad_images=self.bad_images, **how)
 
     @torch.no_grad()
     def batches(self) -> Iterator[tuple[Batch, Tensor]]:
@@ -190,7 +192,7 @@ class Inference:
         """Every image once, as the network sees it, on the device."""
         done, tell = 0, self.progress or (lambda _done, _total: None)
         tell(done, len(self.data))
-        with closing(self.loader):
+        with contextlib.closing(self.loader):
             for batch in Prefetcher(self.loader.epoch(0), self.device, self.view.mean, self.view.std):
                 yield batch
                 done += len(batch)
@@ -198,22 +200,18 @@ class Inference:
 
     def predictions(
         self,
-        labels: Tensor,
-        columns: Tensor | None = None,
+        match: ClassMatch,
         keep: Callable[[Tensor, Tensor, Tensor], None] | None = None,
         multi_label: bool = False,
     ) -> AnyPredictions:
-        """What each image got; `labels`: the class of the model (or column) for each class of the data.
-
-        `columns`: outputs that may be answered. `keep` is called with positions, labels and logits of each batch.
-        """
+        """What each image got; `keep` is called with positions, labels and logits of each batch."""
         parts: list[AnyPredictions] = []
-        labels = labels.to(self.device)
-        columns = None if columns is None else columns.to(self.device)
+        labels = torch.from_numpy(match.labels).to(self.device)
+        columns = slice(None) if match.columns is None else torch.from_numpy(match.columns).to(self.device)
         for batch, logits in self.batches():
             assert batch.labels is not None
             assert batch.indices is not None
-            chosen = logits if columns is None else logits[:, columns]
+            chosen = logits[:, columns]
             truth = _many_labels(batch.labels, labels, chosen) if multi_label else labels[batch.labels]
             parts.append(predictions_of(batch.indices, truth, chosen))
             if keep is not None:
@@ -253,14 +251,11 @@ def evaluate(
     """
     options = schema.from_keywords(EvalOptions, settings, "evaluate()")
     opened = open_with(source, options)
-    notes: tuple[str, ...] = ()
-    if isinstance(data, DataSet):
-        dataset = data
-    else:
+    dataset, note = data, ""
+    if not isinstance(dataset, DataSet):
         name = opened.source if isinstance(source, OpenModel) else options.weights or str(source)
         dataset, note = open_part([name], str(data), options.split)
-        notes = (note,) if note else ()
-    labels = torch.from_numpy(match_classes(opened.classes, dataset.class_names, dataset.name).labels)
+    match = match_classes(opened.classes, dataset.class_names, dataset.name)
     multi_label = opened.info.multi_label
     if dataset.multi_label and not multi_label:
         raise EverytokenError(f"{dataset.name} is multi-label, but {opened.source} answers one class per image")
@@ -278,9 +273,9 @@ def evaluate(
         kept.append([values[chosen.to(values.device, non_blocking=True)].cpu() for values in batch])
 
     started = time.perf_counter()
-    predictions = inference.predictions(labels, keep=keep if calibrates else None, multi_label=multi_label)
+    predictions = inference.predictions(match, keep=keep if calibrates else None, multi_label=multi_label)
     seconds = time.perf_counter() - started
-    keys = [dataset.key(i) for i in range(len(dataset))]
+    keys = list(dataset.keys())
     numbers: dict[str, float] = predictions.summary()
     numbers |= {"images": len(predictions), "images_per_second": len(predictions) / seconds}
     numbers["parameters"] = opened.parameters
@@ -288,11 +283,106 @@ def evaluate(
         numbers |= real_accuracy(predictions, keys, read_real(options.real), imagenet)
     names = list(opened.class_names)
     if not opened.classes.or_imagenet().names:
-        for folder, output in zip(dataset.class_names, labels.tolist(), strict=True):
+        for folder, output in zip(dataset.class_names, match.labels.tolist(), strict=True):
             names[output] = folder
     calibration = None
     if calibrates:
         indices, truth, logits = (torch.cat(values).numpy() for values in zip(*kept, strict=True))
         order = np.argsort(indices)  # batches come in any order
         calibration = calibrate(logits[order], truth[order])
-    return Evaluation(numbers, predictions, names, keys, dict(inference.bad_images.seen), notes, calibration)
+    notes, skipped = (note,) if note else (), dict(inference.bad_images.seen)
+    return Evaluation(numbers, predictions, names, keys, skipped, notes, calibration)
+
+
+# -- the calibration of a run ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunCalibration:
+    """The content of the file. weights: hash of the weights file that it is about."""
+
+    weights: str
+    calibration: Calibration
+
+
+def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
+    """Training and validation images of a run; `data`: where its images are now, if they have moved.
+
+    They are the same where cross-validation judged it.
+    """
+    from everytoken_lab.training.build import Inputs
+
+    settings = {name: value for name, value in run.config.items() if name == "val_split"}
+    settings["data"] = data or run.own_data()
+    for name in ("corrections", *(("exclude",) if run.cross_validated else ())):
+        if (file := run.place(name)) is not None:
+            settings[name] = str(file)
+    options = apply(TrainOptions(), settings, f"{run.path}/config.yaml")
+    if run.cross_validated:
+        whole = Inputs().undivided(options)
+        return whole, whole
+    train, val, _ = Inputs().splits(options)
+    return train, val
+
+
+def validation_set(run: Run, data: str = "") -> DataSet:
+    """The validation images of a run."""
+    return splits(run, data)[1]
+
+
+def read_calibration(run: Run, weights: Path) -> Calibration | None:
+    """What the run keeps about these weights; None if nothing, or if it is about others."""
+    with contextlib.suppress(schema.SchemaError, OSError):  # a torn file is made again
+        kept = schema.read_json(run.path / CALIBRATION, RunCalibration)
+        if kept.weights == sha256_of(weights):
+            return kept.calibration
+    return None
+
+
+def keep_calibration(run: Run, weights: Path, calibration: Calibration) -> None:
+    """Write it to the run, for the next time; a folder that cannot be written is only slower then."""
+    with contextlib.suppress(OSError, EverytokenError):
+        content = plain_json(asdict(RunCalibration(sha256_of(weights), calibration)))
+        write_atomically(run.path / CALIBRATION, content.encode())
+
+
+def calibrated(opened: OpenModel, options: InferenceOptions) -> tuple[OpenModel, str]:
+    """The model with the calibration of its run, and a remark if that was made now or cannot be made."""
+    run = run_of(opened.source) if Path(opened.source).is_file() else None
+    if opened.info.calibration is not None or run is None:
+        return opened, ""
+    weights, remark = Path(opened.source), ""
+    calibration = read_calibration(run, weights)
+    if calibration is None:
+        try:
+            calibration = _calibrate(opened, run, options)
+        except (EverytokenError, OSError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            return opened, f"probabilities are not calibrated: the run's held-out images cannot be used ({reason})"
+        keep_calibration(run, weights, calibration)
+        remark = (
+            f"calibrated on {calibration.images:,} images that the run held out (temperature "
+            f"{calibration.temperature:.2f})"
+        )
+    return replace(opened, info=replace(opened.info, calibration=calibration)), remark
+
+
+def shown_probabilities(info: Description, logits: Tensor) -> Tensor:
+    """What people are shown, [..., K]: with the temperature of the calibration, if there is one."""
+    if not logits.isfinite().all():
+        raise EverytokenError(NOT_FINITE)
+    scaled = logits.float() / (1.0 if info.calibration is None else info.calibration.temperature)
+    return scaled.sigmoid() if info.multi_label else scaled.softmax(-1)
+
+
+def _calibrate(opened: OpenModel, run: Run, options: InferenceOptions) -> Calibration:
+    if run.cross_validated:
+        raise EverytokenError("it was trained on all of its images, and what cross-validation found is not kept")
+    images = validation_set(run)
+    if len(images) < FEWEST:
+        raise EverytokenError(f"there are fewer than {FEWEST}")
+    some = images.subset(sample_positions(len(images), MOST))
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("batch_size", "workers", "device")}
+    calibration = evaluate(opened, some, calibrates=True, on_bad_image="skip", **how).calibration
+    assert calibration is not None
+    return calibration

@@ -1,5 +1,9 @@
 """Every image becomes a card (a PNG): for each model what it sees, what its tokens say, how sure they are, and which
 regions support each class. `overview.png` has all cards, `mix.png` the story of a mixture, `explain.json` all numbers.
+
+The story of a mixture follows "Token-Label Alignment for Vision Transformers", section 4.4, Figures 4 to 6: the labels
+of the patches at the start and after the last layer, and the share of the first image in what the head reads after each
+layer. What we do differently: shares instead of K-wide labels (exact, see `everytoken.functional.shares`).
 """
 
 from __future__ import annotations
@@ -19,16 +23,17 @@ from torch import Tensor
 from everytoken import __version__
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically, write_picture
+from everytoken.functional.shares import patch_shares
+from everytoken.mixing.mix import Mix, apply_to_pixels, box_masks
+from everytoken.models.align import Aligner, Alignment, Shares
+from everytoken.models.token_model import TokenModel
 from everytoken_lab import draw, schema
 from everytoken_lab.classes import shown_name
 from everytoken_lab.data.decode import Picture
 from everytoken_lab.evaluation import InferenceOptions
-from everytoken_lab.evaluation.calibrated import calibrated
-from everytoken_lab.evaluation.calibrated import probabilities as shown_probabilities
 from everytoken_lab.evaluation.locate import cell_classes
-from everytoken_lab.evaluation.run import network_inputs, open_with
+from everytoken_lab.evaluation.run import calibrated, network_inputs, open_with, shown_probabilities
 from everytoken_lab.explanation import ExplainOptions
-from everytoken_lab.explanation.mixed import draw_box, follow_mix
 from everytoken_lab.explanation.saliency import Method, choose_method, evaluating, relevance
 from everytoken_lab.models import PUBLISHED
 from everytoken_lab.models.open import OpenModel
@@ -200,21 +205,17 @@ def _explain_mix(models: Sequence[ExplainedModel], files: Sequence[str], options
         mixed = np.where(mask[0].numpy()[..., None] > 0, first, second)
         photos = [draw.fit_photo(Image.fromarray(pixels)) for pixels in (first, second, mixed)]
         size, aligned = photos[2].size, story.aligned.numpy()
-        captions = [
-            ("first image", photos[0], Path(files[0]).name),
-            ("second image", photos[1], Path(files[1]).name),
-            ("mixed", photos[2], f"{story.ratio:.0%} of the area is the first image"),
-            ("labels by area", draw.share_picture(story.start.numpy(), size), f"target {story.ratio:.2f}"),
-            (
-                "aligned labels",
-                draw.share_picture(aligned, size),
-                f"target {story.share:.2f} · tokens {aligned.min():.2f} to {aligned.max():.2f}",
-            ),
-            ("share of the first, by layer", draw.layer_chart(story.layers, story.ratio), "dashed: by area"),
+        by_area, by_model = (draw.share_picture(shares, size) for shares in (story.start.numpy(), aligned))
+        target = f"target {story.share:.2f} · tokens {aligned.min():.2f} to {aligned.max():.2f}"
+        panels = [
+            draw.Panel("first image", photos[0], Path(files[0]).name),
+            draw.Panel("second image", photos[1], Path(files[1]).name),
+            draw.Panel("mixed", photos[2], f"{story.ratio:.0%} of the area is the first image"),
+            draw.Panel("labels by area", by_area, f"target {story.ratio:.2f}"),
+            draw.Panel("aligned labels", by_model, target),
+            draw.Panel("share of the first, by layer", draw.layer_chart(story.layers, story.ratio), "dashed: by area"),
         ]
-        rows.append(
-            draw.Row(model.name, [draw.Panel(*panel) for panel in captions], bars=[("first", "second", "share")])
-        )
+        rows.append(draw.Row(model.name, panels, bars=[("first", "second", "share")]))
         numbers = {name: _round(value) for name, value in vars(story).items()}
         facts.append({"name": model.name, "source": model.opened.source, **numbers})
     card = draw.draw_card(draw.Card(f"{files[0]} with a box from {files[1]}", rows))
@@ -226,3 +227,63 @@ def _round(values: Any) -> Any:
     """Six significant digits are enough for pictures, and keep the file small."""
     array = np.asarray(values, dtype=np.float64)
     return float(f"{float(array):.6g}") if array.ndim == 0 else [_round(value) for value in array]
+
+
+# -- two images mixed --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MixStory:
+    """What became of one mixture; shares are those of the first image.
+
+    `layers` are the shares of what the head reads, at the start and after every mixing layer (before a class token
+    joins: of all tokens); only start and end where the model has no such layers.
+    """
+
+    ratio: float  # by area
+    share: float  # of what the class head reads, after the last layer
+    start: Tensor  # [h, w] of the patches
+    aligned: Tensor  # [h, w] after the last layer
+    layers: tuple[float, ...]
+
+
+def draw_box(part: float, size: tuple[int, int], seed: int = 0) -> Tensor:
+    """A mask [1, H, W], 0 in a box of this fraction of the area, wholly inside, at a random place."""
+    rng = np.random.default_rng(seed)
+    sides = [max(1, round(side * part**0.5)) for side in size]
+    top, left = (int(rng.integers(0, full - side + 1)) for full, side in zip(size, sides, strict=True))
+    return box_masks(np.array([[top, left, top + sides[0], left + sides[1]]]), size, None)
+
+
+@torch.no_grad()
+def follow_mix(model: TokenModel, own: Tensor, partner: Tensor, mask: Tensor) -> MixStory:
+    """Mix two images and follow the shares through the model.
+
+    Args:
+        own, partner: [1, 3, H, W], normalised.
+        mask: [1, H, W], 1 where the first image is kept.
+    """
+    backbone, mask = model.backbone, mask.to(own.device)
+    both = torch.cat((own, partner))
+    mix = Mix(torch.tensor([1, 0], device=own.device), mask, mask.mean((1, 2)).expand(2), "pixels")
+    mixed = apply_to_pixels(both, mix)
+    aligner = Aligner(backbone, Alignment(history=True))
+    try:
+        with evaluating(backbone):
+            with aligner.watch(mix) as seen:
+                backbone(mixed)
+            shares = seen.shares
+            read = [_read(aligner, shares, h)[0].item() for h in shares.history]
+    finally:
+        aligner.remove()
+    ratio, share, grid = float(mix.ratio[0]), float(shares.image[0]), shares.grid[0]
+    start = patch_shares(mask, (grid.shape[0], grid.shape[1]))[0]
+    return MixStory(ratio, share, start.cpu(), grid.cpu(), (ratio, *(read or [share])))
+
+
+def _read(aligner: Aligner, shares: Shares, values: Tensor) -> Tensor:
+    """Those of a layer's shares that the head would read, [B]."""
+    prefix = 0 if shares.prefix is None else shares.prefix.shape[1]
+    if values.dim() == 3 or not prefix or values.shape[1] != prefix + shares.grid[0].numel():
+        return values.flatten(1).mean(1)
+    return aligner.read(values[:, prefix:].unflatten(1, shares.grid.shape[1:]), values[:, :prefix])

@@ -3,13 +3,19 @@
 "attention": Chefer, Gur and Wolf, "Generic Attention-model Explainability" (2021), self-attention rules. With A of a
     block and its gradient for the class's logit,  Ā = mean over heads of (∇A ⊙ A)⁺,  R ← R + Ā·R,  R = 1 at the start.
 "lrp": Chefer, Gur and Wolf, "Transformer Interpretability Beyond Attention Visualization" (2021), which the papers'
-    pictures were made with: relevance propagated through every layer in the place of A; see `propagation`.
+    pictures were made with. A relevance of 1 starts at the class's logit and goes back through every layer; the
+    relevance R_A that a block's attention matrix gets stands in the place of A.
+    - linear layer, y = W·x: R_x = x⁺ ⊙ W⁺ᵀs + x⁻ ⊙ W⁻ᵀs with s = R_y / (W⁺x⁺ + W⁻x⁻); biases do not take part.
+    - product of two (A·V, Q·Kᵀ): each factor gets half of factor ⊙ ∂(product)·s with s = R / product.
+    - sum of two (residual): R ⊙ part / sum, each then scaled so that the two keep the total, by the size of theirs.
+    - norms, activations, softmax and scaling by constants: R passes.
 "cam": Selvaraju et al., "Grad-CAM" (2017):  (Σ_k α_k·F_k)⁺ with α_k the mean over places of ∂logit/∂F_k.
 
 What the answer is read from: the row of the class token; the mean of the rows of class and distillation token where
 both answer; the mean over all patch rows, without the start's 1, where the head reads the mean of the tokens. Blocks
 that update the class token only (CaiT) change that row only, and tokens that join late join with R = 1.
 What we do differently: talking heads (CaiT) mix heads after the softmax, and what mixes tokens then has any sign.
+The two summands of a residual keep the total of each image, not of the batch, and may be divided by any constant.
 Grad-CAM of a model with a class token looks at the patches before the last block, because after it they do not reach
 the head.
 
@@ -22,9 +28,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,7 +42,6 @@ from everytoken.models.align.attention import self_attention, talking_heads
 from everytoken.models.align.rules import rule_of
 from everytoken.models.families import UnsupportedModelError, family_of
 from everytoken.models.token_model import TokenModel, grid_shape, last_block
-from everytoken_lab.explanation.propagation import attention_relevance, check, record_blocks
 
 Method = Literal["auto", "attention", "lrp", "cam"]
 WAY_OUT = "Use method='cam', which needs no attention."
@@ -67,7 +75,8 @@ def relevance(model: nn.Module, images: Tensor, classes: Tensor | Sequence[int],
                 weights = [matrix.detach() for matrix in matrices]
                 if chosen == "lrp":
                     weights = attention_relevance(backbone, blocks, matrices, indices[:, i])
-                steps = [_relevance_step(a, g) for a, g in zip(weights, grads, strict=True)]
+                pairs = zip(weights, grads, strict=True)  # without a gradient, nothing of it reaches the class
+                steps = [(torch.zeros_like(a) if g is None else g * a).clamp(min=0).mean(1) for a, g in pairs]
                 start = _identity(1, steps[-1].shape[2], steps[-1])
                 maps.append(_read(backbone, accumulate(steps) - start, size))
         return torch.stack(maps, dim=1)
@@ -87,7 +96,7 @@ def choose_method(model: nn.Module, method: Method = "auto") -> Method:
     if method == "auto":
         return "cam" if read_tokens(backbone) == "avg" else "attention"
     if method == "lrp":
-        check(backbone)
+        propagation_blocks(backbone)
     return method
 
 
@@ -107,13 +116,6 @@ def accumulate(steps: Sequence[Tensor]) -> Tensor:
         updated = step.shape[1]
         result = torch.cat((result[:, :updated] + torch.bmm(step, result), result[:, updated:]), dim=1)
     return result
-
-
-def _relevance_step(attention: Tensor, gradient: Tensor | None) -> Tensor:
-    """Ā: mean over heads of (∇A ⊙ A)⁺, [B, M, N]; "lrp" has R_A for A. Zeros where nothing of it reaches the class."""
-    if gradient is None:
-        return attention.new_zeros(attention.shape[0], *attention.shape[2:])
-    return (gradient * attention).clamp(min=0).mean(1)
 
 
 def _read(backbone: nn.Module, result: Tensor, size: tuple[int, int]) -> Tensor:
@@ -260,3 +262,121 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+# -- relevance through layers, for "lrp" -------------------------------------------------------------------------------
+
+
+@dataclass
+class BlockRecord:
+    """What went through one block: inputs and outputs of its linear layers and norms by name, and its own ("block")."""
+
+    block: Any
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def keep(self, name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        """A forward hook of the part with this name."""
+        self.inputs[name], self.outputs[name] = args[0].detach(), output.detach()
+
+
+@contextmanager
+def record_blocks(backbone: nn.Module, wanted: bool = True) -> Iterator[list[BlockRecord]]:
+    """Run the backbone inside, once; what went through its blocks is then in what this yields, if it is `wanted`."""
+    records = [BlockRecord(block) for block in propagation_blocks(backbone)] if wanted else []
+    with ExitStack() as hooks:
+        for record in records:
+            for path in ("", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
+                hook = partial(record.keep, path.rpartition(".")[2] or "block")
+                hooks.enter_context(record.block.get_submodule(path).register_forward_hook(hook))
+        yield records
+
+
+def propagation_blocks(backbone: nn.Module) -> list[Any]:
+    """The blocks, or an error that says why relevance cannot be propagated."""
+    if isinstance(backbone, VisionTransformer) and _reads_class_token(backbone) and all(map(_plain, backbone.blocks)):
+        return list(backbone.blocks)
+    raise UnsupportedModelError(
+        f"relevance is propagated through ViT, DeiT and LV-ViT with a class token and pre-norm blocks, not through "
+        f"this {type(backbone).__name__}. Use method='attention' or 'cam'."
+    )
+
+
+def _reads_class_token(model: Any) -> bool:
+    """Whether one linear head reads the class token, with nothing in between."""
+    direct = isinstance(model.head, nn.Linear) and isinstance(model.fc_norm, nn.Identity)
+    return direct and model.global_pool == "token" and read_tokens(model) == "token"
+
+
+def _plain(block: Any) -> bool:
+    """Whether a block is pre-norm, with norms nowhere else."""
+    if not isinstance(block, Block) or getattr(block, "post_norm", False) or not hasattr(block.attn, "qkv"):
+        return False
+    norms = [getattr(block.attn, "q_norm", None), getattr(block.attn, "norm", None), getattr(block.mlp, "norm", None)]
+    return all(norm is None or isinstance(norm, nn.Identity) for norm in norms)
+
+
+def attention_relevance(
+    backbone: nn.Module, records: list[BlockRecord], matrices: list[Tensor], classes: Tensor
+) -> list[Tensor]:
+    """R_A of every block, [B, heads, N, N], for one class of each image.
+
+    Args:
+        records, matrices: of one pass (`record_blocks`, `record_attention`).
+        classes: [B] int64.
+    """
+    model: Any = backbone
+    last = records[-1].outputs["block"]
+    features = model.norm(last)[:, 0]
+    start = F.one_hot(classes, model.num_classes).to(features.dtype)
+    relevance = torch.zeros_like(last)
+    relevance[:, 0] = through_linear(start, features, model.head)
+    result = []
+    for record, matrix in zip(reversed(records), reversed(matrices), strict=True):
+        before, middle, after = record.inputs["block"], record.inputs["norm2"], record.outputs["block"]
+        skipped, branch = through_sum(relevance, middle, after - middle)
+        branch = through_linear(branch, record.inputs["fc2"], record.block.mlp.fc2)
+        relevance = skipped + through_linear(branch, record.inputs["fc1"], record.block.mlp.fc1)
+        skipped, branch = through_sum(relevance, before, middle - before)
+        of_matrix, branch = _through_attention(branch, record, matrix.detach())
+        relevance = skipped + branch
+        result.append(of_matrix)
+    return result[::-1]
+
+
+def _through_attention(relevance: Tensor, record: BlockRecord, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """(R_A, relevance of the attention layer's input)"""
+    attn, heads = record.block.attn, matrix.shape[1]
+    relevance = through_linear(relevance, record.inputs["proj"], attn.proj).unflatten(2, (heads, -1)).transpose(1, 2)
+    q, k, v = record.outputs["qkv"].unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    ratio = divide(relevance, matrix @ v)
+    of_matrix, of_values = matrix * (ratio @ v.mT) / 2, v * (matrix.mT @ ratio) / 2
+    ratio = divide(of_matrix, q @ k.mT)
+    of_queries, of_keys = q * (ratio @ k) / 2, k * (ratio.mT @ q) / 2
+    packed = torch.stack((of_queries, of_keys, of_values)).permute(1, 3, 0, 2, 4).flatten(2)
+    return of_matrix, through_linear(packed, record.inputs["qkv"], attn.qkv)
+
+
+def through_linear(relevance: Tensor, inputs: Tensor, layer: nn.Linear) -> Tensor:
+    """Relevance of a linear layer's inputs [..., n], from that of its outputs [..., m]."""
+    weight = layer.weight.detach()
+    pairs = [(inputs.clamp(min=0), weight.clamp(min=0)), (inputs.clamp(max=0), weight.clamp(max=0))]
+    ratio = divide(relevance, sum(F.linear(x, w) for x, w in pairs))
+    return torch.stack([x * (ratio @ w) for x, w in pairs]).sum(0)
+
+
+def through_sum(relevance: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Relevance of two summands [B, N, D]; together they keep each image's total."""
+    ratio = divide(relevance, first + second)
+    parts = first * ratio, second * ratio
+    whole, *totals = (values.sum((1, 2), keepdim=True) for values in (relevance, *parts))
+    size = totals[0].abs() + totals[1].abs()
+    scales = [divide(divide(total.abs(), size) * whole, total) for total in totals]
+    return parts[0] * scales[0], parts[1] * scales[1]
+
+
+def divide(a: Tensor, b: Tensor | int) -> Tensor:
+    """a / b, a little less near 0; 0 where b is 0."""
+    b = torch.as_tensor(b)
+    near = b + 1e-9
+    return a / torch.where(near == 0, 1e-9, near) * (b != 0)

@@ -34,15 +34,16 @@ from everytoken_lab.draw import data_address
 from everytoken_lab.engine.accuracy import AnyPredictions, MultiLabelPredictions, Predictions
 from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.evaluation import EvalOptions
-from everytoken_lab.evaluation.calibrated import (
+from everytoken_lab.evaluation.locate import ALIKE, Locator, cell_classes, run_lengths
+from everytoken_lab.evaluation.run import (
     FEWEST,
+    Inference,
+    evaluate,
     keep_calibration,
-    probabilities,
     read_calibration,
+    shown_probabilities,
     validation_set,
 )
-from everytoken_lab.evaluation.locate import ALIKE, Locator, cell_classes, run_lengths
-from everytoken_lab.evaluation.run import Inference, evaluate
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.models.description import describe
 from everytoken_lab.models.open import OpenModel, find_weights, open_model
@@ -226,7 +227,7 @@ def _looks(run: PredictedRun, indices: Sequence[int], device: str) -> Iterator[d
         views.append(locator.view)
     for seen, *whole in zip(*(Inference(opened.model, part, view, options).views() for view in views), strict=True):
         answers = opened.model(seen.images)
-        sure = probabilities(opened.info, answers.voted(opened.info.token_vote)).amax(-1).tolist()
+        sure = shown_probabilities(opened.info, answers.voted(opened.info.token_vote)).amax(-1).tolist()
         rows: list[dict[str, Any]] = [{} if run.run.cross_validated else {"p": round(p, 4)} for p in sure]
         with contextlib.suppress(RuntimeError, EverytokenError, AttributeError):
             cells = cell_classes(opened, seen.images)

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Interval
 
-from everytoken_lab import schema
+from everytoken._lazy import lazy
+from everytoken_lab.engine.options import NotNegative, Positive
 from everytoken_lab.evaluation import InferenceOptions
 
 if TYPE_CHECKING:
-    from everytoken_lab.robust.run import Robustness
+    from everytoken_lab.robust.run import robustness
 
+__getattr__, __dir__ = lazy(__name__, {"everytoken_lab.robust.run": ["robustness"]})
 __all__ = ["RobustOptions", "robustness"]
 
 Progress = Callable[..., None]
 """Called with the model and suite, the number of images done, the total, and the current attack if there is one."""
-Count = Annotated[int, Interval(ge=0)]
-Positive = Annotated[int, Interval(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class RobustOptions(InferenceOptions):
     """What to test on: NAME=FOLDER ...; corrupt, attack and real use val's folder by default."""
     compare: str = ""
     """A second model to compare with, by paired differences."""
-    limit: Count = 0
+    limit: NotNegative = 0
     """Images per suite, chosen by a hash of their names; 0: all."""
     restrict: bool = False
     """Restrict predictions to the data's classes (always the case for the 200 classes of a and r)."""
@@ -51,7 +50,7 @@ class RobustOptions(InferenceOptions):
     """AutoAttack, or one of its attacks."""
     eps: tuple[str, ...] = ("4/255",)
     """Sizes of the perturbation (L-infinity) for pixels from 0 to 1."""
-    attack_limit: Count = 0
+    attack_limit: NotNegative = 0
     """Images to attack; 0: the same as limit."""
     attack_steps: Positive = 100
     """Steps of APGD and FAB."""
@@ -59,19 +58,3 @@ class RobustOptions(InferenceOptions):
     """Queries of Square."""
     targets: Positive = 9
     """Target classes of targeted attacks."""
-
-
-def robustness(
-    source: str | Path, out: str | Path = "", *, progress: Progress | None = None, **options: Any
-) -> Robustness:
-    """Test a model, or two side by side, on several suites. Predictions and attack logs are cached.
-
-    Args:
-        source: a run folder, a weights file, timm:NAME, hf-hub:USER/NAME or registry:NAME.
-        out: folder for tables, predictions and logs; default: RUN/robust, else robust/NAME.
-        options: fields of `RobustOptions`.
-    """
-    from everytoken_lab.robust.run import run_robustness
-
-    settings = schema.from_keywords(RobustOptions, options, "robustness()")
-    return run_robustness(str(source), str(out), settings, progress or (lambda *_: None))

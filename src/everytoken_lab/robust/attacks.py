@@ -242,11 +242,9 @@ def apgd(batch: AttackBatch, steps: int = 100) -> Tensor:
 
 def apgd_targeted(batch: AttackBatch, steps: int = 100, targets: int = 9) -> Tensor:
     """Targeted ratio, one run for each of the `targets` most likely wrong classes."""
-
-    def run(some: AttackBatch, target: Tensor, number: int) -> Tensor:
-        return ascend(some, some.random_start("apgd-t", number), steps, dlr, some.labels, target)
-
-    return against_rivals(batch, targets, run)
+    return against_rivals(
+        batch, targets, lambda b, t, number: ascend(b, b.random_start("apgd-t", number), steps, dlr, b.labels, t)
+    )
 
 
 # FAB

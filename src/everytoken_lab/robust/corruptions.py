@@ -20,17 +20,20 @@ from __future__ import annotations
 import functools
 import io
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from PIL import Image
+from scipy import ndimage, signal
+from torch.nn import functional as F
 
 from everytoken import keyed
-from everytoken_lab.robust import filters
 
 Array = np.ndarray
 Rng = np.random.Generator
+Border = Literal["nearest", "reflect", "mirror"]  # aaa|abc|ccc, cba|abc|cba, cb|abc|ba
 SIDE = 224  # of the images that the published parameters are for
 SEVERITIES = (1, 2, 3, 4, 5)
 CORRUPTIONS: dict[str, Callable[..., Array]] = {}
@@ -84,7 +87,7 @@ def impulse_noise(image: Array, rng: Rng, scale: float, amount: float) -> Array:
 @corruption("blur", (3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5))
 def defocus_blur(image: Array, rng: Rng, scale: float, radius: float, smooth: float) -> Array:
     """Mean over a disk whose edge is smoothed a little."""
-    return filters.convolve(image, disk(radius * scale, smooth))
+    return convolve(image, disk(radius * scale, smooth))
 
 
 @functools.lru_cache(maxsize=64)
@@ -93,19 +96,19 @@ def disk(radius: float, smooth: float) -> Array:
     half, reach = (8, 1) if radius <= 8 else (math.ceil(radius), 2)
     at = np.arange(-half, half + 1)
     inside = ((at[:, None] ** 2 + at[None] ** 2) <= radius**2).astype(np.float32)
-    return filters.gaussian(inside / inside.sum(), smooth, "mirror", radius=reach)
+    return gaussian(inside / inside.sum(), smooth, "mirror", radius=reach)
 
 
 @corruption("blur", (0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))
 def glass_blur(image: Array, rng: Rng, scale: float, sigma: float, reach: int, rounds: int) -> Array:
     """Blur, let pixels be overwritten by random neighbours, blur again."""
     sigma, reach = sigma * scale, max(1, round(reach * scale))
-    soft = np.floor(filters.gaussian(image, sigma) * 255 + 1e-3).astype(np.float32) / 255
+    soft = np.floor(gaussian(image, sigma) * 255 + 1e-3).astype(np.float32) / 255
     height, width = soft.shape[:2]
     source = np.arange(height * width)
     for _ in range(rounds):
         source = source.take(shuffle_sources(height, width, reach, rng))
-    return filters.gaussian(soft.reshape(height * width, -1).take(source, axis=0).reshape(soft.shape), sigma)
+    return gaussian(soft.reshape(height * width, -1).take(source, axis=0).reshape(soft.shape), sigma)
 
 
 def shuffle_sources(height: int, width: int, reach: int, rng: Rng) -> Array:
@@ -136,14 +139,14 @@ def shuffle_sources(height: int, width: int, reach: int, rng: Rng) -> Array:
 @corruption("blur", (10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
 def motion_blur(image: Array, rng: Rng, scale: float, radius: float, sigma: float) -> Array:
     """Half a Gaussian along a line at an angle between -45 and 45 degrees."""
-    return filters.motion_blur(image, radius * scale, sigma * scale, rng.uniform(-45, 45))
+    return line_blur(image, radius * scale, sigma * scale, rng.uniform(-45, 45))
 
 
 @corruption("blur", (1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))
 def zoom_blur(image: Array, rng: Rng, scale: float, end: float, step: float) -> Array:
     """Mean of the image and of its enlargements up to `end`, the first of which (by 1) is the image again."""
     factors = np.arange(1, end, step)[1:]
-    return (2 * image + len(factors) * filters.zoom_mean(image, factors)) / (len(factors) + 2)
+    return (2 * image + len(factors) * zoom_mean(image, factors)) / (len(factors) + 2)
 
 
 # Weather
@@ -162,10 +165,10 @@ def snow(image: Array, rng: Rng, scale: float, *parameters: float) -> Array:
     mean, deviation, enlarge, threshold, radius, sigma, image_weight = parameters
     height, width = image.shape[:2]
     flakes: Array = mean + deviation * rng.standard_normal((height, width, 1), np.float32)
-    flakes = filters.zoom_mean(flakes, [max(1.0, enlarge * scale)])
+    flakes = zoom_mean(flakes, [max(1.0, enlarge * scale)])
     flakes[flakes < threshold] = 0
     flakes = np.floor(np.clip(flakes, 0, 1) * 255) / 255
-    flakes = filters.motion_blur(flakes, radius * scale, sigma * scale, rng.uniform(-135, -45))
+    flakes = line_blur(flakes, radius * scale, sigma * scale, rng.uniform(-135, -45))
     grey = image @ np.array([0.299, 0.587, 0.114], np.float32)
     pale = np.maximum(image, grey[..., None] * 1.5 + 0.5)
     return image_weight * image + (1 - image_weight) * pale + flakes + flakes[::-1, ::-1]
@@ -195,9 +198,9 @@ def drawn_frost(height: int, width: int, number: int) -> Array:
             along, across = y * np.sin(turn) + x * np.cos(turn), x * np.sin(turn) - y * np.cos(turn)
             cells = rng.standard_normal((64, 64, 1)).astype(np.float32)
             # long in one direction
-            field = filters.sample(cells, along / (3 * grain), across / grain, "mirror")[..., 0]
+            field = sample(cells, along / (3 * grain), across / grain, "mirror")[..., 0]
             total += weight * np.maximum(1 - np.abs(field), 0) ** 3
-    cover = filters.gaussian(rng.standard_normal((height, width)).astype(np.float32), short / 6, "reflect")
+    cover = gaussian(rng.standard_normal((height, width)).astype(np.float32), short / 6, "reflect")
     cover = (cover - cover.min()) / max(float(np.ptp(cover)), 1e-6)
     total *= 0.4 + 0.6 * cover
     total = (total - total.mean()) / max(float(total.std()), 1e-6)
@@ -271,10 +274,10 @@ def elastic_transform(image: Array, rng: Rng, scale: float, *parameters: float) 
     before = middle + np.array([[third, third], [third, -third], [-third, -third]])
     after = before + rng.uniform(-jitter, jitter, before.shape)
     x, y = (a * columns + b * rows + c for a, b, c in inverse_affine(before, after))
-    moved = filters.sample(image, y, x, "mirror")
+    moved = sample(image, y, x, "mirror")
     draws = rng.uniform(-1, 1, (2, height, width)).astype(np.float32)
-    right, down = (strength * filters.gaussian(draw, blur, "reflect", 3.0) for draw in draws)
-    return filters.sample(moved, rows + down, columns + right, "reflect")
+    right, down = (strength * gaussian(draw, blur, "reflect", 3.0) for draw in draws)
+    return sample(moved, rows + down, columns + right, "reflect")
 
 
 def inverse_affine(before: Array, after: Array) -> Array:
@@ -314,3 +317,70 @@ def corrupt(pixels: Array, name: str, severity: int, rng: Rng) -> Array:
     corrupted = CORRUPTIONS[name](image, severity, rng, min(pixels.shape[:2]) / SIDE)
     # a thousandth of a level more, so that single precision does not turn 200.0 into 199
     return (np.clip(corrupted, 0, 1) * 255 + 1e-3).astype(np.uint8)
+
+
+# Filters of float32 images [h, w, c], each with the borders of the published one
+
+
+def gaussian(
+    image: Array, sigma: float, border: Border = "nearest", truncate: float = 4.0, radius: int | None = None
+) -> Array:
+    """Gaussian blur of [h, w] or [h, w, c]; taps reach to `truncate` sigmas, or to `radius`."""
+    image = image.astype(np.float32, copy=False)
+    blurred: Array = ndimage.gaussian_filter(image, sigma, mode=border, truncate=truncate, radius=radius, axes=(0, 1))
+    return blurred
+
+
+def convolve(image: Array, kernel: Array) -> Array:
+    """Correlate [h, w, c] with an odd-sized kernel, mirrored borders, by Fourier transform."""
+    reach_y, reach_x = (size // 2 for size in kernel.shape)
+    padded = np.pad(image, ((reach_y, reach_y), (reach_x, reach_x), (0, 0)), "reflect")
+    out: Array = signal.fftconvolve(padded, kernel[::-1, ::-1, None], mode="valid", axes=(0, 1))
+    return out
+
+
+def line_blur(image: Array, radius: float, sigma: float, angle: float) -> Array:
+    """ImageMagick's motion blur: half a Gaussian along a line from each pixel; borders repeat the edge.
+
+    Args:
+        image: [h, w, c].
+        radius: the line has 2 * ceil(radius) + 1 pixels.
+        sigma: of the Gaussian. angle: degrees.
+    """
+    steps = np.arange(2 * math.ceil(radius) + 1)
+    weights = np.exp(-0.5 * (steps / sigma) ** 2).astype(np.float32)
+    turn = math.radians(angle)
+    downs = np.ceil(steps * math.sin(turn) - 0.5).astype(int)
+    rights = np.ceil(steps * math.cos(turn) - 0.5).astype(int)
+    y, x = int(np.abs(downs).max()), int(np.abs(rights).max())
+    padded = np.pad(image, ((y, y), (x, x), (0, 0)), "edge")
+    height, width = image.shape[:2]
+    blurred = np.zeros_like(image)
+    for weight, down, right in zip(weights / weights.sum(), downs, rights, strict=True):
+        blurred += weight * padded[y + down : y + down + height, x + right : x + right + width]
+    return blurred
+
+
+def zoom_mean(image: Array, factors: Sequence[float] | Array) -> Array:
+    """The mean of [h, w, c], enlarged around its centre by each factor with linear interpolation to the old size.
+
+    As published: the centre is ceil(side / factor) pixels, its corner pixels stay in the corners, a surplus is cut off.
+    """
+    sides = image.shape[:2]
+    source = torch.from_numpy(image.astype(np.float32, copy=False)).permute(2, 0, 1)[None]
+    total = torch.zeros_like(source)
+    for factor in factors:
+        inner = [math.ceil(side / factor) for side in sides]
+        large = [max(round(part * factor), side) for part, side in zip(inner, sides, strict=True)]
+        y, x = ((side - part) // 2 for side, part in zip(sides, inner, strict=True))
+        centre = source[..., y : y + inner[0], x : x + inner[1]]
+        zoomed = F.interpolate(centre, large, mode="bilinear", align_corners=True)
+        y, x = ((big - side) // 2 for big, side in zip(large, sides, strict=True))
+        total += zoomed[..., y : y + sides[0], x : x + sides[1]]
+    return np.ascontiguousarray((total / len(factors))[0].permute(1, 2, 0).numpy())
+
+
+def sample(image: Array, y: Array, x: Array, border: Border) -> Array:
+    """Linear interpolation of [h, w, c] at positions y, x [h', w'] (pixel centres are whole numbers)."""
+    channels = np.moveaxis(image, -1, 0)
+    return np.stack([ndimage.map_coordinates(c, (y, x), order=1, mode=border) for c in channels], -1)

@@ -36,7 +36,7 @@ from everytoken_lab.robust.attacks import Attack, AttackBatch, Model
 from everytoken_lab.robust.corruptions import corrupt, stored
 from everytoken_lab.robust.suites import Suite, corruption_names, parse_suites
 from everytoken_lab.robust.tables import Result, Table, make_table
-from everytoken_lab.schema import counted
+from everytoken_lab.schema import counted, from_keywords
 
 STORED_QUALITY = 85  # of the published ImageNet-C files
 ATTACK_BATCH = 16  # images that are attacked together
@@ -175,8 +175,7 @@ class SuiteRunner:
     ) -> tuple[Predictions, dict[str, str]]:
         """Predictions, and the images that could not be read (key -> reason)."""
         inference = Inference(self.net, data, view, self.options, progress=partial(self._tell, suite))
-        columns = None if match.columns is None else torch.from_numpy(match.columns)
-        predictions = inference.predictions(torch.from_numpy(match.labels), columns)
+        predictions = inference.predictions(match)
         assert isinstance(predictions, Predictions)  # multi-label models are refused
         return predictions, dict(inference.bad_images.seen)
 
@@ -185,8 +184,7 @@ class SuiteRunner:
     ) -> tuple[np.ndarray, list[str]]:
         """Which answers are among the ReaL labels of a file, or of timm's copy; and the images that have any."""
         path = self.options.real or str(Path(timm.data.__file__).parent / "_info" / "imagenet_real_labels.json")
-        numbers = imagenet_numbers(self.opened.classes)
-        numbers = numbers if match.columns is None else numbers[match.columns]
+        numbers = imagenet_numbers(self.opened.classes)[slice(None) if match.columns is None else match.columns]
         sets = real_sets(keys, read_real(path))
         judged = [i for i, labels in enumerate(sets) if labels]
         hits = np.array([numbers[predictions.top[i, 0]] in sets[i] for i in judged], dtype=np.bool_)
@@ -221,12 +219,7 @@ class SuiteRunner:
         return Result(suite, correct, [record["key"] for record in judged], notes=tuple(notes))
 
     def _attacked(
-        self,
-        data: DataSet,
-        match: ClassMatch,
-        suite: Suite,
-        parts: dict[str, Attack],
-        fallen: dict[str, str],
+        self, data: DataSet, match: ClassMatch, suite: Suite, parts: dict[str, Attack], fallen: dict[str, str]
     ) -> Iterator[Record]:
         """A record for each image; those that have fallen already are not attacked again."""
         device = next(self.net.parameters()).device
@@ -285,13 +278,22 @@ def radius(text: str) -> float:
     return value
 
 
-def run_robustness(source: str, out: str, options: RobustOptions, progress: Progress) -> Robustness:
-    """See `robustness`."""
+def robustness(
+    source: str | Path, out: str | Path = "", *, progress: Progress = lambda *_: None, **settings: Any
+) -> Robustness:
+    """Test a model, or two side by side, on several suites. Predictions and attack logs are cached.
+
+    Args:
+        source: a run folder, a weights file, timm:NAME, hf-hub:USER/NAME or registry:NAME.
+        out: folder for tables, predictions and logs; default: RUN/robust, else robust/NAME.
+        settings: fields of `RobustOptions`.
+    """
+    options = from_keywords(RobustOptions, settings, "robustness()")
     corruptions, severities = corruption_names(options.corruptions), sorted(set(options.severities))
     suites = parse_suites(options.suite, corruptions, severities, [radius(text) for text in options.eps])
-    models = [(source, options.weights), *([(options.compare, "")] if options.compare else [])]
+    models = [(str(source), options.weights), *([(options.compare, "")] if options.compare else [])]
     sources = [weights or name for name, weights in models]
-    folder = Path(out) if out else default_folder(source, "robust")
+    folder = Path(out) if out else default_folder(str(source), "robust")
     names, results = [], []
     for name, weights in models:
         runner = SuiteRunner(name, replace(options, weights=weights), folder, sources, progress)

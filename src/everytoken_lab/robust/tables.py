@@ -56,7 +56,8 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        cells = [self.columns, *([_shown(cell) for cell in row] for row in self.rows)]
+        forms: dict[type, str] = {float: "{:.2f}", int: "{:,}", str: "{}"}
+        cells = [self.columns, *([forms.get(type(cell), "").format(cell) for cell in row] for row in self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
         lines = [self.title, ""]
         for number, row in enumerate(cells):
@@ -76,10 +77,6 @@ class Table:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "table.txt", f"{self}\n".encode())
         write_atomically(folder / "table.json", f"{self.json()}\n".encode())
-
-
-def _shown(cell: Cell) -> str:
-    return {float: "{:.2f}", int: "{:,}", str: "{}"}.get(type(cell), "").format(cell)
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.distributed import World, pick_device
 from everytoken_lab.engine.options import TrainOptions, apply
 from everytoken_lab.engine.run_folder import CROSS_VALIDATED, RunFolder, read_run
-from everytoken_lab.evaluation.calibrated import keep_calibration
-from everytoken_lab.evaluation.run import EvalOptions, Inference, Voter
+from everytoken_lab.evaluation.run import EvalOptions, Inference, Voter, keep_calibration
 from everytoken_lab.machine import cores, free_disk, memory
 from everytoken_lab.models.description import describe
 from everytoken_lab.models.open import OpenModel, open_model

@@ -42,7 +42,7 @@ from everytoken_lab.data.labels import check_relative
 from everytoken_lab.data.loader import BatchReader, Request
 from everytoken_lab.data.warp import render
 from everytoken_lab.dense.common import SPLITS, TargetSet, resized
-from everytoken_lab.dense.detect.options import CocoOptions, DetectAugment
+from everytoken_lab.dense.detect import CocoOptions, DetectAugment
 
 CROP_RESIZE = (400, 500, 600)  # short sides, one of which an image has before it is cropped
 CROP_LONGEST = 1333  # its long side is at most this
@@ -300,12 +300,6 @@ def through(segmentation: Segmentation, size: tuple[int, int], matrix: pl.Affine
     return sample_mask(decode(segmentation, size), placement, out, 0)
 
 
-def boxes_through(boxes: np.ndarray, matrix: pl.Affine) -> np.ndarray:
-    """Boxes [n, 4] (x0, y0, x1, y1) of the source as a crop shows them; see `through`."""
-    corners: np.ndarray = pl.apply(pl.invert(matrix), boxes.reshape(-1, 2, 2))
-    return np.concatenate([corners.min(1), corners.max(1)], axis=1)
-
-
 # -- where it lies ----------------------------------------------------------------------------------------------------
 
 
@@ -465,7 +459,8 @@ class ObjectReader(BatchReader[tuple[np.ndarray, Objects]]):
             data.check_size(request.sample, picture.size, data.size(request.sample), data.name)
             objects = data.trained(request.sample)
         height, width = pixels.shape[:2]
-        boxes = boxes_through(np.array([o.box for o in objects]).reshape(-1, 4), matrix).clip(0, [width, height] * 2)
+        corners = pl.apply(pl.invert(matrix), np.array([o.box for o in objects]).reshape(-1, 2, 2))
+        boxes = np.concatenate([corners.min(1), corners.max(1)], 1).clip(0, [width, height] * 2)
         inside = (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
         objects = [o for o, has_area in zip(objects, inside.tolist(), strict=True) if has_area]
         masks = np.zeros((len(objects) if self.masks else 0, height, width), np.uint8)

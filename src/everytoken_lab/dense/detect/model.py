@@ -44,8 +44,8 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from everytoken.errors import EverytokenError
 from everytoken_lab.dense.backbone import Features, build_features
 from everytoken_lab.dense.common import DenseInfo, load_dense
+from everytoken_lab.dense.detect import DetectOptions, DetectorOptions, FindOptions
 from everytoken_lab.dense.detect.data import BatchObjects
-from everytoken_lab.dense.detect.options import DetectOptions, DetectorOptions, FindOptions
 
 IOUS = (0.5, 0.6, 0.7)
 DEVIATIONS = ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))
@@ -205,7 +205,7 @@ class Stage(nn.Module):
         channels, hidden = options.channels, options.hidden
         self.iou, self.weight = IOUS[number], LOSS_WEIGHTS[number]
         self.cascade = options.detector == "cascade"
-        self.coder = parts.BoxCoder(tuple(1 / v for v in DEVIATIONS[number]))
+        self.coder: Any = parts.BoxCoder(tuple(1 / v for v in DEVIATIONS[number]))
         if self.cascade:
             self.head = FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [hidden], nn.BatchNorm2d)
         else:
@@ -231,24 +231,20 @@ class Stage(nn.Module):
         """The true box of each box [n, 4], -1 for none."""
         return assign(box_iou(truth, boxes), self.iou, self.iou, None if self.cascade else self.iou)
 
-    def decode(self, codes: Tensor, boxes: Tensor) -> Tensor:
-        """Codes [n, 4] relative to boxes [n, 4] -> boxes [n, 4]."""
-        out: Tensor = self.coder.decode_single(codes, boxes)
-        return out
-
     def refine(self, logits: Tensor, codes: Tensor, boxes: Tensor, labels: Tensor | None = None) -> Tensor:
         """Boxes for the next stage; `labels` are the true classes, 0 where there is none."""
         best = logits[:, 1:].argmax(1) + 1
         if labels is not None:
             best = torch.where(labels > 0, labels, best)
-        return self.decode(_of_class(codes, best), boxes)
+        refined: Tensor = self.coder.decode_single(_of_class(codes, best), boxes)
+        return refined
 
     def losses_of_boxes(self, codes: Tensor, boxes: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
         """Loss of the regions with an object; divided by the number of all regions."""
         some = torch.where(labels > 0)[0]
         chosen = _of_class(codes[some], labels[some])
         if self.cascade:
-            decoded = self.decode(chosen, boxes[some])
+            decoded = self.coder.decode_single(chosen, boxes[some])
             loss: Tensor = _GIOU_WEIGHT * generalized_box_iou_loss(decoded, targets[some], reduction="sum")
         else:
             loss = F.l1_loss(chosen, self.coder.encode_single(targets[some], boxes[some]), reduction="sum")
@@ -338,7 +334,7 @@ class CascadeHeads(nn.Module):
                 moved = stage.refine(logits, codes, boxes).split(counts)
                 boxes = torch.cat([clip_boxes_to_image(b, s) for b, s in zip(moved, sizes, strict=True)])
             else:
-                flat = stage.decode(codes.flatten(0, 1), boxes.repeat_interleave(codes.shape[1], 0))
+                flat = stage.coder.decode_single(codes.flatten(0, 1), boxes.repeat_interleave(codes.shape[1], 0))
                 final = flat.unflatten(0, codes.shape[:2])
         scores = sum(answers[1:], answers[0]).softmax(-1)
         images = zip(scores.split(counts), final.split(counts), sizes, strict=True)
@@ -445,17 +441,18 @@ class DetectorInfo(DenseInfo):
     detector: DetectorOptions
     find: FindOptions
 
+    def network(self, features: Features) -> Detector:
+        return Detector(features, self.detector, len(self.class_names))
+
 
 def build_detector(options: DetectOptions, class_names: tuple[str, ...]) -> tuple[Detector, DetectorInfo]:
     """A detector to be trained, its backbone with the weights that the options name."""
     size = -(-options.augment.sizes[-1] // STRIDES[-1]) * STRIDES[-1]  # for which embeddings are made
-    features, info = build_features(options.model, size)
-    model = Detector(features, options.detector, len(class_names))
-    return model, DetectorInfo(info, class_names, options.detector, options.find)
+    features, backbone = build_features(options.model, size)
+    info = DetectorInfo(backbone, class_names, options.detector, options.find)
+    return info.network(features), info
 
 
 def load_detector(source: str | Path) -> tuple[Detector, DetectorInfo]:
     """A trained detector and its description from its run folder or a weights file of it."""
-    return load_dense(
-        source, DetectorInfo, lambda features, info: Detector(features, info.detector, len(info.class_names))
-    )
+    return load_dense(source, DetectorInfo)

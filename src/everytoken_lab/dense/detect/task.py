@@ -42,6 +42,14 @@ from everytoken_lab.dense.common import (
     open_unseen,
     train_dense,
 )
+from everytoken_lab.dense.detect import (
+    NEW_RUN,
+    DetectAugment,
+    DetectEval,
+    DetectOptions,
+    DetectPredict,
+    FindOptions,
+)
 from everytoken_lab.dense.detect.data import (
     DetectTransform,
     InstanceSet,
@@ -54,14 +62,6 @@ from everytoken_lab.dense.detect.data import (
     whole_file,
 )
 from everytoken_lab.dense.detect.model import Detector, DetectorInfo, build_detector, load_detector
-from everytoken_lab.dense.detect.options import (
-    NEW_RUN,
-    DetectAugment,
-    DetectEval,
-    DetectOptions,
-    DetectPredict,
-    FindOptions,
-)
 from everytoken_lab.draw import Panel, Row, fit_photo, object_overlay
 from everytoken_lab.engine.distributed import World, pick_device
 from everytoken_lab.engine.options import SourceOptions, fill
@@ -216,6 +216,7 @@ class DetectTask(DenseTask):
     """Trains a detector."""
 
     command = "detect"
+    inference = Inference
     score_name = "mAP"
     info: DetectorInfo
     options: DetectOptions
@@ -245,9 +246,6 @@ class DetectTask(DenseTask):
         tool()  # say at once if it is missing
         sizes = {"size": min(800, max(options.augment.sizes)), "max_size": options.augment.longest}
         return replace(options, find=fill(options.find, {**NEW_RUN, **sizes}))
-
-    def inference(self, network: Detector) -> Inference:
-        return Inference(network, self.info)
 
     def score(self) -> DetectScore:
         return DetectScore(self.val_set)

@@ -36,7 +36,7 @@ from everytoken_lab.data.loader import BatchReader, Request
 from everytoken_lab.data.tree import is_image
 from everytoken_lab.data.warp import render
 from everytoken_lab.dense.common import SPLITS, TargetSet, resized
-from everytoken_lab.dense.segment.options import MaskOptions, SegmentAugment
+from everytoken_lab.dense.segment import MaskOptions, SegmentAugment
 
 _UNKNOWN = -2
 _VALUES = 256  # of a mask
@@ -54,12 +54,13 @@ class MaskSet(TargetSet):
         names = sorted(p.relative_to(images).as_posix() for p in images.rglob("*") if is_image(p.name) and p.is_file())
         if not names:
             raise DataError(f"{images} has no images")
-        by_stem = {_stem(p.relative_to(masks).as_posix()): p for p in masks.rglob("*") if is_image(p.name)}
-        missing = [name for name in names if _stem(name) not in by_stem]
+        by_stem = {p.relative_to(masks).with_suffix(""): p for p in masks.rglob("*") if is_image(p.name)}
+        stems = [Path(name).with_suffix("") for name in names]
+        missing = [name for name, stem in zip(names, stems, strict=True) if stem not in by_stem]
         if missing:
             raise DataError(
                 f"{len(missing)} of {len(names)} images in {images} have no mask, such as {missing[0]}: expected "
-                f"{masks / (_stem(missing[0]) + '.png')}. Add the masks, or move these images elsewhere."
+                f"{(masks / missing[0]).with_suffix('.png')}. Add the masks, or move these images elsewhere."
             )
         ade20k = (root / ADE20K).is_file() or (root / "annotations" / "training").is_dir()
         reduce = ade20k if options.reduce_zero_label is None else options.reduce_zero_label
@@ -70,7 +71,7 @@ class MaskSet(TargetSet):
                 what = f"the class {classes[value]!r}" if value in classes else f"not in 0 to {_VALUES - 1}"
                 raise DataError(f"the ignored value {value} (ignore_index, reduce_zero_label) is {what}")
         super().__init__(root, [(images / n).relative_to(root).as_posix() for n in names], list(classes.values()))
-        self.masks = Strings(by_stem[_stem(name)].relative_to(root).as_posix() for name in names)
+        self.masks = Strings(by_stem[stem].relative_to(root).as_posix() for stem in stems)
         self.table = np.full(_VALUES, _UNKNOWN, dtype=np.int16)
         self.table[ignored] = -1
         self.table[self.values] = range(len(classes))
@@ -244,10 +245,6 @@ def _pair(root: Path, split: str) -> tuple[Path, Path] | None:
             if pair[0].is_dir() and pair[1].is_dir():
                 return pair
     return None
-
-
-def _stem(path: str) -> str:
-    return path.rsplit(".", 1)[0]
 
 
 def _class_file(root: Path, options: MaskOptions, first: int) -> Path:

@@ -28,7 +28,7 @@ from everytoken.models import lvvit
 from everytoken.models.weights import load_weights, read_weights
 from everytoken_lab.dense.backbone import Features, build_features
 from everytoken_lab.dense.common import DenseInfo, load_dense
-from everytoken_lab.dense.segment.options import DecoderOptions, EvalOptions, SegmentOptions
+from everytoken_lab.dense.segment import DecoderOptions, EvalOptions, SegmentOptions
 from everytoken_lab.engine.options import BackboneOptions
 from everytoken_lab.models.open import find_weights
 
@@ -86,15 +86,12 @@ class UperHead(nn.Module):
         self.fuse = ConvNormRelu(len(dims) * channels, channels, 3)
         self.classifier = Classifier(channels, classes, dropout)
 
-    def pool(self, grid: Tensor) -> Tensor:
-        """[B, D, h, w] -> [B, channels, h, w] with the whole image in it."""
-        pools = [conv(F.adaptive_avg_pool2d(grid, cells)) for cells, conv in zip(POOLS, self.pooled, strict=True)]
-        out: Tensor = self.bottleneck(torch.cat([grid, *(resize(pool, grid) for pool in pools)], 1))
-        return out
-
     def forward(self, maps: Sequence[Tensor]) -> Tensor:
         """[[B, D_i, h_i, w_i], ...] -> [B, K, h_0, w_0]."""
-        levels = [*(conv(grid) for conv, grid in zip(self.lateral, maps[:-1], strict=True)), self.pool(maps[-1])]
+        last = maps[-1]
+        pools = [conv(F.adaptive_avg_pool2d(last, cells)) for cells, conv in zip(POOLS, self.pooled, strict=True)]
+        whole = self.bottleneck(torch.cat([last, *(resize(pool, last) for pool in pools)], 1))
+        levels = [*(conv(grid) for conv, grid in zip(self.lateral, maps[:-1], strict=True)), whole]
         for i in range(len(levels) - 1, 0, -1):
             levels[i - 1] = levels[i - 1] + resize(levels[i], levels[i - 1])
         out = [*(conv(grid) for conv, grid in zip(self.smooth, levels[:-1], strict=True)), levels[-1]]
@@ -229,24 +226,23 @@ class SegmenterInfo(DenseInfo):
     evaluation: EvalOptions
     resize: int = 0  # short side of an image at scale 1; 0: that of the crops
 
+    def network(self, features: Features) -> Segmenter:
+        return Segmenter(features, self.decoder, len(self.class_names))
+
 
 def build_segmenter(
     options: SegmentOptions, class_names: tuple[str, ...], size: int | tuple[int, int] = 0
 ) -> tuple[Segmenter, SegmenterInfo]:
     """A segmenter to be trained, its backbone with the weights that the options name; `size`: of images, not crops."""
-    features, info = build_features(options.model, size or options.augment.crop_size)
-    model = Segmenter(features, options.decoder, len(class_names))
-    return model, SegmenterInfo(info, class_names, options.decoder, options.evaluation, options.augment.resize)
+    features, backbone = build_features(options.model, size or options.augment.crop_size)
+    info = SegmenterInfo(backbone, class_names, options.decoder, options.evaluation, options.augment.resize)
+    return info.network(features), info
 
 
 def load_segmenter(source: str | Path) -> tuple[Segmenter, SegmenterInfo]:
     """A trained segmenter and its description, of a run folder, its weights file, or a released file of mmseg."""
     path = find_weights(source)
-    if path.suffix != ".safetensors":
-        return load_mmseg(path)
-    return load_dense(
-        source, SegmenterInfo, lambda features, info: Segmenter(features, info.decoder, len(info.class_names))
-    )
+    return load_dense(source, SegmenterInfo) if path.suffix == ".safetensors" else load_mmseg(path)
 
 
 # -- released segmenters ----------------------------------------------------------------------------------------------

@@ -38,9 +38,7 @@ from everytoken_lab.dense.common import (
     resized,
     train_dense,
 )
-from everytoken_lab.dense.segment.data import LONGEST, MaskReader, SegmentTransform, divided, open_masks
-from everytoken_lab.dense.segment.model import Segmenter, SegmenterInfo, build_segmenter, load_segmenter, resize
-from everytoken_lab.dense.segment.options import (
+from everytoken_lab.dense.segment import (
     NEW_RUN,
     EvalOptions,
     SegmenterOptions,
@@ -48,6 +46,8 @@ from everytoken_lab.dense.segment.options import (
     SegmentOptions,
     SegmentPredict,
 )
+from everytoken_lab.dense.segment.data import LONGEST, MaskReader, SegmentTransform, divided, open_masks
+from everytoken_lab.dense.segment.model import Segmenter, SegmenterInfo, build_segmenter, load_segmenter, resize
 from everytoken_lab.draw import (
     ClassColours,
     Panel,
@@ -91,7 +91,10 @@ class Inference:
         total: Any = 0
         for scale in options.scales:
             at = (max(round(height * scale), 1), max(round(width * scale), 1))
-            pixels = normalise(_resized_bytes(image, at), info.backbone.mean, info.backbone.std)
+            pixels = image
+            if (image.shape[-2], image.shape[-1]) != at:  # anti-aliased, in whole levels, as an image editor would
+                pixels = F.interpolate(image.float(), at, mode="bilinear", antialias=True).round_().clamp_(0, 255)
+            pixels = normalise(pixels, info.backbone.mean, info.backbone.std)
             for mirrored in (False, True) if options.flip else (False,):
                 logits = self._logits(pixels.flip(-1) if mirrored else pixels)
                 logits = logits.flip(-1) if mirrored else logits
@@ -107,14 +110,6 @@ class Inference:
         else:
             out = self.network(images)
         return out.float()
-
-
-def _resized_bytes(image: Tensor, size: tuple[int, int]) -> Tensor:
-    """Anti-aliased, rounded to whole levels, as an image editor would."""
-    if (image.shape[-2], image.shape[-1]) == size:
-        return image
-    resized_image = F.interpolate(image.float(), size, mode="bilinear", antialias=True)
-    return resized_image.round_().clamp_(0, 255)
 
 
 def starts(length: int, window: int, stride: int) -> list[int]:
@@ -205,6 +200,7 @@ class SegmentTask(DenseTask):
     """Trains a segmenter."""
 
     command = "segment"
+    inference = Inference
     score_name = "mIoU"
     info: SegmenterInfo
     options: SegmentOptions
@@ -224,9 +220,6 @@ class SegmentTask(DenseTask):
     @staticmethod
     def complete(options: SegmentOptions) -> SegmentOptions:
         return replace(options, evaluation=fill(options.evaluation, NEW_RUN))
-
-    def inference(self, network: Segmenter) -> Inference:
-        return Inference(network, self.info)
 
     def score(self) -> SegmentScore:
         return SegmentScore(self.info.class_names)
@@ -262,9 +255,7 @@ def open_inference(options: SegmenterOptions) -> Inference:
 
 def evaluate(options: SegmentEval) -> Evaluation:
     """mIoU, mAcc and aAcc of a segmenter on a dataset, in percent, and a row for each class that occurs."""
-    data, notes = open_unseen(
-        options, options.masks, open_masks, divided(options.data), lambda run: run.names(options.data)
-    )
+    data, notes = open_unseen(options, options.masks, open_masks, divided(options.data))
     inference = open_inference(options)
     released, count = find_weights(options.source).suffix != ".safetensors", len(inference.info.class_names)
     if released and data.num_classes == count:
