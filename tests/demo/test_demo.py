@@ -80,10 +80,12 @@ def test_only_labels_of_their_own_place_teach_tokens_where_they_are():
     opened = SimpleNamespace(model=Model(), info=SimpleNamespace(mean=(0.0,) * 3, std=(1.0,) * 3))
     train, test = (runner.make_collages(*solid(50), count, str(count)) for count in (60, 20))
     found = {outcome.way: outcome for outcome in runner.compare_labels(train, test, opened)}
-    assert found["token labels"].right.low > found["one for all"].right.high
+    assert found["token labels"].right.low > found["one label for all"].right.high
     assert found["token labels"].right.value > 85
     truth = test.truth((3, 3))
-    assert found["one for all"].right.value == pytest.approx(100 * (found["one for all"].cells == truth).mean())
+    assert found["one label for all"].right.value == pytest.approx(
+        100 * (found["one label for all"].cells == truth).mean()
+    )
     assert runner.collage_picture(test, list(found.values()), list("abcde")).width > 4 * 288
 
 
@@ -106,7 +108,7 @@ def small(monkeypatch):
     monkeypatch.setattr(runner, "IMAGES", 50)
     monkeypatch.setattr(runner, "VAL_IMAGES", 10)
     monkeypatch.setattr(runner, "available_weights", lambda: [runner.CLASSIFIER, runner.EYES])
-    data = source.Images((pixels, labels), (pixels, labels), tuple("abcde"), "tests")
+    data = source.Images((pixels, labels), (pixels, labels), tuple("abcde"), "<tests>")
     monkeypatch.setattr(runner, "find_images", lambda tell: data)
 
     def drawn(path):
@@ -125,7 +127,8 @@ def test_the_demo_counts_the_exchanged_labels_that_the_doctor_found(tmp_path, ca
         called.append(words[0])
         if words[0] == "train":
             (tmp_path / "run").mkdir()
-            (tmp_path / "run/auto.json").write_text(json.dumps({"result": {"text": "Kept: <the head>"}}))
+            result = {"top1": 81.0, "interval": [78.5, 83.25], "judged on": 1000}
+            (tmp_path / "run/auto.json").write_text(json.dumps({"result": result}))
         if words[0] == "doctor":
             wrong = [f for f in (tmp_path / "exchanged").rglob("*.png") if f.parent.name != f.name[0]]
             (tmp_path / "doctor").mkdir()
@@ -139,7 +142,8 @@ def test_the_demo_counts_the_exchanged_labels_that_the_doctor_found(tmp_path, ca
     assert facts["doubts"] == "1 of 2 exchanged labels are among the 2 that it lists"
     assert facts["doubts"] in capsys.readouterr().out
     page = (tmp_path / "demo.html").read_text()
-    assert "Kept: &lt;the head&gt;" in page
+    assert "Right on 81.0 % of 1,000 photos that it had never seen (95 % interval 78.5 to 83.2)" in page
+    assert "&lt;tests&gt;" in page
     assert page.count("data:image/jpeg;base64,/9j/") == 2
 
 

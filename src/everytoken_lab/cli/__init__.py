@@ -180,5 +180,5 @@ def _overview(prog: str, groups: Mapping[str, Mapping[str, str]], examples: Sequ
         lines += [*(f"  {name:<{width}}  {what}" for name, what in group.items()), ""]
     lines += [f"`{prog} COMMAND --help` explains a command, with examples."]
     if prog == "everytoken":
-        lines = ["Train vision transformers on every token.", "", *lines]
+        lines = ["Train image classifiers on folders of photos, and vision transformers on every token.", "", *lines]
     return "\n".join(lines)

@@ -11,10 +11,10 @@ Commands are printed before they run. What is there is not made again, so an int
 A collage is a square of photos, enlarged; its tokens are the cells of a frozen, pretrained network. Three linear heads
 on the same tokens of the same training collages differ only in the labels that they learn from:
 
-    image labels    the mean of the tokens learns what fraction of the collage each class has
-    one for all     every token learns these fractions
-    token labels    every token learns what the machine annotator says about its own cell: the classifier of whole
-                    photos that the demo has just trained, which has never seen a collage
+    image labels       the mean of the tokens learns what fraction of the collage each class has
+    one label for all  every token learns these fractions
+    token labels       every token learns what the machine annotator says about its own cell: the classifier of whole
+                       photos that the demo has just trained, which has never seen a collage
 
 All are judged by the true class under the centre of each cell, on collages of other photos.
 """
@@ -62,7 +62,7 @@ TILES, TILE = 3, 96  # of a collage: tiles along a side, and pixels of each
 TRAIN, TEST = 200, 100  # collages
 CELLS = 4000  # that a head learns from, at most
 PENALTY = 1e-3
-WAYS = ("image labels", "one for all", "token labels")
+WAYS = ("image labels", "one label for all", "token labels")
 MADE = ("images", "exchanged", "run", "doctor", "model")  # folders of the demo
 
 
@@ -102,8 +102,10 @@ def demo(out: Path, run: Run, photos: Sequence[Path] = ()) -> int:
     say(f"\n5. A file to deploy, and a page: {out / 'demo.html'}")
     _do(run, ["export", str(place), "--to", "onnx", "--out", str(out / "model")])
     minutes = (time.monotonic() - started) / 60
+    low, high = result["interval"]
+    right = f"Right on {result['top1']:.1f} % of {result['judged on']:,} photos that it had never seen"
     facts = {
-        "accuracy": result["text"],
+        "accuracy": f"{right} (95 % interval {low:.1f} to {high:.1f})",
         "seconds": round(seconds, 1),
         "collages": {outcome.way: outcome.words for outcome in outcomes},
         "doubts": doubts,
@@ -118,7 +120,7 @@ def demo(out: Path, run: Run, photos: Sequence[Path] = ()) -> int:
     write_atomically(out / "demo.html", page.encode())
     say(f"\n{facts['accuracy']}\nCells that name their own tile:")
     for outcome in outcomes:
-        say(f"  {outcome.way:<13} {outcome.words}")
+        say(f"  {outcome.way:<18} {outcome.words}")
     say(f"Doubtful labels: {doubts}.\nThis took {minutes:.1f} minutes. Look at {(out / 'demo.html').resolve()}")
     say("The same on your photos: everytoken train PHOTOS")
     return 0
@@ -178,7 +180,7 @@ def _collages(images: Images, place: Path, out: Path) -> tuple[list[Outcome], Pa
     test = make_collages(*images.val, TEST, "test")
     outcomes = compare_labels(train, test, opened)
     for outcome in outcomes:
-        say(f"   {outcome.way:<13} {outcome.words}")
+        say(f"   {outcome.way:<18} {outcome.words}")
     path = out / "collages.jpg"
     write_picture(path, collage_picture(test, outcomes, images.class_names))
     return outcomes, path
