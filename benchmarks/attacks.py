@@ -249,6 +249,7 @@ def addresses(world: World) -> Iterator[Trial]:
     listener = Listener()
     for kind in (
         "http://{}/x.tar",
+        "HTTP://me@{}/x.tar?a=b",
         "https://{}/x.zip",
         "ftp://{}/x.tar",
         "s3://{}/x",

@@ -182,8 +182,8 @@ def store_state(folder: Path) -> bytes:
 
 
 def leftovers(folder: Path) -> list[str]:
-    """What killed writers left behind."""
-    return [p.name for p in folder.rglob(".*") if p.name.startswith((".tmp", ".writing", ".lock"))]
+    """What killed writers left behind. (Lock files stay, empty, after every run.)"""
+    return [p.name for p in folder.rglob(".*") if p.name.startswith((".tmp", ".writing"))]
 
 
 class Killing:

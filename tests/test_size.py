@@ -3,8 +3,8 @@
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
-LINES = {"everytoken": 11_000, "everytoken_lab": 21_830}  # going to 20_500 in the lab
-FILES = 184  # going to 155
+LINES = {"everytoken": 10_840, "everytoken_lab": 21_180}  # what is reached; more than 20_500 for the lab is too much
+FILES = 155
 
 
 def test_the_packages_stay_within_their_budgets():

@@ -127,7 +127,7 @@ def test_a_run_learns_and_every_command_works_with_it(photos, run, tmp_path, cap
     page = (tmp_path / "report.html").read_text()
     assert report.metric == "mAP"
     assert '"AP": ' in page
-    assert lab.report(run.path, samples=0, device="cpu").classes[0].score.value == pytest.approx(
+    assert lab.report(run.path, samples=0, device="cpu").classes[0].predictions.accuracy.value == pytest.approx(
         result.numbers["mAP"])  # fmt: skip
 
 

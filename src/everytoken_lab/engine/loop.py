@@ -64,7 +64,7 @@ def run(
 
     Raises:
         Stopped: after SIGTERM or SIGINT; the same call continues the run.
-        OutOfTime: `time.monotonic()` is past the deadline.
+        OutOfTime: `time.monotonic()` is past the deadline, which runs of one process may have.
     """
     optim.check_loop(options)
     if options.run.threads:
@@ -369,7 +369,7 @@ class Loop:
             if self.world.any(bool(self.signal)):
                 self.save()
                 self._stop()
-            if self.world.any(self.world.is_main and time.monotonic() > self.deadline):
+            if time.monotonic() > self.deadline:
                 raise OutOfTime(f"{self.place:,} of {self.total:,} updates in {self.folder.path.name} were done")
             due |= self.world.any(self.world.is_main and time.monotonic() - self.saved > run.checkpoint_minutes * 60)
         if due:
