@@ -324,6 +324,35 @@ def test_a_worker_that_dies_cannot_send_or_does_not_answer_is_an_error_in_one_se
     loader.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="forks, counts its own handles")
+def test_with_too_few_handles_an_epoch_ends_or_is_an_error_but_never_hangs(folder):
+    code = f"""
+import os, resource, signal, time
+from everytoken_lab.data.loader import Loader
+from everytoken_lab.data.augment import TrainTransform
+from everytoken_lab.data.datasets import open_dataset
+data, ends = open_dataset({str(folder)!r}), []
+for more in range(4, 40, 3):
+    if (pid := os.fork()) == 0:
+        signal.alarm(60)
+        limit = len(os.listdir("/proc/self/fd")) + more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        try:
+            for _ in Loader(data, TrainTransform(32), 2, train=True, workers=2).epoch(0):
+                time.sleep(0.02)  # the workers read ahead
+        except Exception as error:
+            os._exit(1)
+        os._exit(0)
+    ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(*ends)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    ends = done.stdout.split()
+    assert ends[0] == "1", done.stderr
+    assert ends[-1] == "0"
+    assert set(ends) == {"0", "1"}
+
+
 # -- which samples make up which batch --------------------------------------------------------------------------------
 
 

@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import re
 import signal
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -44,6 +46,8 @@ from everytoken_lab.data.decode import ImageError
 
 _FEW = 5  # bad images that are no reason to stop
 _TIMEOUT = 600  # seconds without a batch
+_SPARE = 4  # handles beside one for each tensor of a batch
+_HANDLES = "too many open files for so many workers: raise the limit (ulimit -n 4096) or use fewer."
 V = TypeVar("V")
 
 
@@ -233,13 +237,14 @@ def worker_error(error: RuntimeError) -> WorkerError | None:
     if "DataLoader timed out" in text:
         return WorkerError(f"no batch for {_TIMEOUT} seconds. A slow disk? Workers 0 shows where it hangs.")
     if "ancdata" in text or "Too many open files" in text:
-        return WorkerError("too many open files for so many workers: raise the limit (ulimit -n 4096) or use fewer.")
+        return WorkerError(_HANDLES)
     return None
 
 
 class _Guarded:
     """A batch reader that returns its errors, which torch would wrap in a traceback. In a worker it puts batches into
-    shared memory itself: torch would do it in another thread, where an error is printed and the batch is lost."""
+    shared memory itself, and looks whether there are handles left to send them (one for each tensor, and a few): torch
+    would do it in another thread, where an error is printed and the batch is lost."""
 
     def __init__(self, reader: Any) -> None:
         self.reader = reader
@@ -249,10 +254,16 @@ class _Guarded:
             batch = self.reader.__getitems__(requests)
         except (EverytokenError, OSError, MemoryError) as error:
             return error
+        shared = list(tensors_in(batch)) if get_worker_info() is not None else []
         try:
-            for tensor in tensors_in(batch) if get_worker_info() is not None else ():
+            for tensor in shared:
                 tensor.share_memory_()
-        except RuntimeError as error:
+            with ExitStack() as spare:
+                for _ in range(len(shared) + _SPARE if shared else 0):
+                    spare.enter_context(open(os.devnull))
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, OSError) or "Too many open files" in str(error):
+                return WorkerError(_HANDLES)
             more = "Give the container more (docker run --shm-size 2g), or use fewer workers."
             return WorkerError(f"a batch does not fit into shared memory ({error}). {more}")
         return batch
