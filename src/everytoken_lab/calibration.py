@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
+import scipy  # its parts are loaded when they are first used
 from annotated_types import Interval
 from numpy.typing import NDArray
-from scipy.special import expit, softmax
 
 POINTS = 100  # of the curve
 UNFAMILIAR = 0.05
@@ -81,7 +81,7 @@ def calibrate(logits: NDArray[np.floating], labels: NDArray[np.integer | np.bool
     labels = labels.astype(bool) if multi_label else labels
     temperature = fit_temperature(logits, labels)
     if multi_label:
-        probability, right = expit(logits.ravel() / temperature), labels.ravel()
+        probability, right = scipy.special.expit(logits.ravel() / temperature), labels.ravel()
     else:
         probability, right = confidence(logits, labels, temperature)
     order = np.argsort(-probability.astype(np.float64), kind="stable")
@@ -110,8 +110,6 @@ def energy(logits: NDArray[np.floating]) -> NDArray[np.floating]:
 
 def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer | np.bool_]) -> float:
     """The temperature with the least cross entropy, which is convex in its inverse: where its slope is zero."""
-    from scipy.optimize import brentq
-
     logits = np.asarray(logits, np.float32)
     doubt = 1 / (labels.size + 2)
     if labels.ndim == 2:
@@ -120,7 +118,11 @@ def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer | n
         target = (1 - doubt) * logits[np.arange(len(labels)), labels] + doubt * logits.mean(1)
 
     def slope(inverse: float) -> float:
-        p = expit(inverse * logits) if labels.ndim == 2 else softmax(inverse * logits, axis=1)
+        p = (
+            scipy.special.expit(inverse * logits)
+            if labels.ndim == 2
+            else scipy.special.softmax(inverse * logits, axis=1)
+        )
         return float(((p * logits).sum(1) - target).mean())
 
     if slope(_FLATTEST) > 0:
@@ -134,7 +136,7 @@ def confidence(
     """Probability [N] of the best class, and whether it is the label, or one of the labels [N]."""
     best = logits.argmax(1)
     if labels.ndim == 2:
-        return expit(logits.max(1) / temperature), labels[np.arange(len(logits)), best]
+        return scipy.special.expit(logits.max(1) / temperature), labels[np.arange(len(logits)), best]
     weights = np.exp((logits - logits.max(1, keepdims=True)) / temperature)
     return 1 / weights.sum(1), best == labels
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtrit
+import scipy
 
 from everytoken import keyed
 
@@ -63,7 +63,7 @@ def mean(values: Sequence[float]) -> Estimate:
     centre = statistics.mean(values)
     if len(set(values)) < 2:
         return Estimate(centre, values=tuple(values))
-    half = float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
+    half = float(scipy.special.stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
     return Estimate(centre, centre - half, centre + half, tuple(values))
 
 

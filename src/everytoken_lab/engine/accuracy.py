@@ -17,8 +17,8 @@ from typing import Any, Self
 from zipfile import BadZipFile
 
 import numpy as np
+import scipy
 import torch
-from scipy.special import expit
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
@@ -119,7 +119,7 @@ class MultiLabelPredictions(_PerImage):
     @property
     def confidence(self) -> np.ndarray:
         """[N] probability of the likeliest class."""
-        return expit(self.logits.max(1))
+        return scipy.special.expit(self.logits.max(1))
 
     def summary(self) -> dict[str, float]:
         """mAP, F1 (percent), loss (per image, added up over the classes)."""
