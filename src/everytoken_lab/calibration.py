@@ -127,7 +127,11 @@ def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer | n
 
     if slope(_FLATTEST) > 0:
         return 1 / _FLATTEST
-    return 1 / float(brentq(slope, _FLATTEST, _SHARPEST, rtol=1e-6)) if slope(_SHARPEST) > 0 else 1 / _SHARPEST
+    return (
+        1 / float(scipy.optimize.brentq(slope, _FLATTEST, _SHARPEST, rtol=1e-6))
+        if slope(_SHARPEST) > 0
+        else 1 / _SHARPEST
+    )
 
 
 def confidence(
