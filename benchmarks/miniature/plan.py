@@ -36,8 +36,8 @@ the annotator). These networks are far from their end: what is measured is the b
 
 **Order.** The cheap part first, seed by seed, so that every row adds to a table that is complete so far. After six
 rows of the first seed (50 per class, all between 8.6 and 10.4 %) its longer runs were moved before the second seed, and
-after ten (10.4 to 10.8 % with 500 per class) before its rows with 5 per class: so short a training says little. Of the longer runs,
-token labels come first.
+after ten (10.4 to 10.8 % with 500 per class) before its rows with 5 per class: so short a training says little. Of
+the longer runs, token labels come first.
 """
 
 from __future__ import annotations
