@@ -108,10 +108,13 @@ def text(e: stats.Estimate | None) -> str:
 
 def tables(rows: dict[str, dict], measures: dict[str, dict], known: Differences) -> str:
     """Markdown."""
-    out = []
+    out, waiting = [], []
     groups = {(r.part, r.count, r.updates): 0 for r in study.plan()}
     for part, count, updates in groups:
         names = list(dict.fromkeys(r.name for r in study.plan() if (r.part, r.count) == (part, count)))
+        if not any((r["part"], r["count"]) == (part, count) for r in rows.values()):
+            waiting.append(f"{part} with {count} images per class")
+            continue
         out += [f"\n**{part}: {count} images per class, {updates:,} updates**\n"]
         out += ["| arm | top-1 | differences | seeds |", "|---|---|---|---|"]
         for name in names:
@@ -138,6 +141,7 @@ def tables(rows: dict[str, dict], measures: dict[str, dict], known: Differences)
         if "untrained" in measures:
             cells = [f"{measures['untrained'][column]:.3g}" for column in MEASURED]
             out.append("| untrained | " + " | ".join(cells) + " |")
+    out += [f"\nNot run yet: {', '.join(waiting)}."] if waiting else []
     return "\n".join(out) + "\n"
 
 

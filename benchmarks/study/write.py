@@ -480,6 +480,7 @@ def main() -> None:
         "spread": rows.spread[0],
     }
     tables = {"comparisons": table(rows), "annotators": annotators(rows), "mechanisms": mechanisms_table(rows)}
+    tables["miniature"] = [(HERE.parent / "miniature" / "tables.md").read_text().strip()]
     page = (HERE / "page.md").read_text().format(**facts, **shown, **measured)
     numbers = (HERE / "numbers.md").read_text().format(**{name: "\n".join(lines) for name, lines in tables.items()})
     PAGE.write_text(page + numbers)
