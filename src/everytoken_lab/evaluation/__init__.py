@@ -36,8 +36,8 @@ class InferenceOptions(OpenOptions):
     token_vote: float | None = None
     """Add this much of the strongest token logit of each class; default: as the run was validated. The papers' LV-ViT
     numbers used 0.5."""
-    batch_size: Annotated[int, Interval(ge=1), tyro.conf.arg(aliases=["-b"])] = 64
-    """Images per step."""
+    batch_size: Annotated[int, Interval(ge=0), tyro.conf.arg(aliases=["-b"])] = 0
+    """Images per step. 0: 64 on a GPU; 8 on the CPU, where more are no faster and take more memory."""
     workers: Workers = field(default_factory=default_workers)
     """Loader processes."""
     device: str = ""

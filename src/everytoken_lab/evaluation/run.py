@@ -169,11 +169,12 @@ class Inference:
         self.model, self.data, self.view, self.dtype, self.progress = model, data, view, dtype, progress
         self.device = next(model.parameters()).device
         if dtype is not None and self.device.type == "cpu" and isinstance(model, Voter):
-            size = view.img_size if isinstance(view.img_size, tuple) else (view.img_size, view.img_size)
-            make_attention_explicit(model, probe(model.model, size))  # as training does, and so validation
+            sides = view.img_size if isinstance(view.img_size, tuple) else (view.img_size, view.img_size)
+            make_attention_explicit(model, probe(model.model, sides))  # as training does, and so validation
         self.bad_images = BadImages(options.on_bad_image)
         how: dict[str, Any] = {"workers": options.workers, "pin_memory": self.device.type == "cuda"}
-        self.loader = Loader(data, view, options.batch_size, train=False, bad_images=self.bad_images, **how)
+        size = options.batch_size or (8 if self.device.type == "cpu" else 64)
+        self.loader = Loader(data, view, size, train=False, bad_images=self.bad_images, **how)
 
     @torch.no_grad()
     def batches(self) -> Iterator[tuple[Batch, Tensor]]:
