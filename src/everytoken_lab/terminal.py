@@ -85,7 +85,7 @@ class Progress:
             self._bar.stop()
 
 
-# Tables
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], title: str = "", caption: str = "") -> None:
@@ -142,7 +142,7 @@ def print_some(lines: Sequence[str], limit: int) -> None:
         say(f"  and {len(lines) - limit:,} more")
 
 
-# Segmentation and detection
+# -- segmentation and detection ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
