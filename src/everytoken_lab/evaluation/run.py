@@ -53,7 +53,7 @@ from everytoken_lab.models.open import OpenModel, open_model
 from everytoken_lab.stats import Estimate
 
 CALIBRATION, ANSWERS = "calibration.json", "report-predictions.npz"
-"""In a run's folder: of its best weights, on its validation images."""
+"""Files of a run: calibration and answers of its best weights, on its validation images."""
 FEWEST, MOST = 20, 1000  # images to calibrate on
 NOT_FINITE = "the model's answers are not finite numbers: its weights are damaged, or mixed precision overflows (amp)."
 LOGITS = 50_000_000  # numbers that are kept at most to calibrate: of an even sample of the images

@@ -1,5 +1,5 @@
-"""What training without a recipe knows, decides (`Story`) and how it fine-tunes: which backbone, how, how long; and
-which model it keeps.
+"""Training without a recipe: what it has decided so far (`Story`), how it fine-tunes (which backbone, with which
+settings, for how long), and which model it keeps.
 
 Convolutional networks are trained from their middle on: the first half of the stages has a few percent of the weights
 and most of the cost.
