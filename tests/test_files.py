@@ -33,7 +33,8 @@ def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
 WRITE = """
 import sys, pathlib, everytoken.files as files
 for _ in range(150):
-    files.write_atomically(pathlib.Path(sys.argv[1]), b"x" * 999, sync=False)
+    with files.writing(pathlib.Path(sys.argv[1]), sync=False) as file:
+        file.write(b"x" * 999)
 """
 
 

@@ -150,7 +150,7 @@ def claimed(work: Path, runs: list[study.Run]) -> tuple[study.Run, FileLock] | N
 
 
 def settings_of(run: study.Run, work: Path, images: Path) -> dict:
-    """Arguments of `everytoken.train`; makes what a run needs."""
+    """Arguments of `everytoken_lab.train`; makes what a run needs."""
     with FileLock(work / "tuning.lock"):
         best = tuned(work)
     settings = {**study.RECIPE, **best, "iters": run.updates, "warmup_iters": run.updates // 10}

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import plan as study
 from run import file_name, read_rows
+from scipy.special import stdtrit
 
 from everytoken_lab import stats
 
@@ -91,7 +92,7 @@ class Differences:
         images = sum(v for _, v in group) / len(group)
         # while every comparison has one seed, the interval is that over images alone
         half = (
-            stats.t_quantile(degrees) * math.sqrt(images + between / len(group))
+            float(stdtrit(degrees, 0.975)) * math.sqrt(images + between / len(group))
             if degrees
             else 1.96 * math.sqrt(images)
         )

@@ -52,11 +52,12 @@ class _AfterTimm(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("timm")
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
+            loader, run = spec.loader, spec.loader.exec_module
 
             def run_and_register(module: ModuleType) -> None:
+                loader.exec_module = run  # type: ignore[method-assign]  # an archive has one loader for all modules
                 run(module)
                 importlib.import_module("everytoken.models")
 
-            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+            loader.exec_module = run_and_register  # type: ignore[method-assign]
         return spec

@@ -121,9 +121,9 @@ def writing(path: Path, rank: int = 0, sync: bool = True) -> Iterator[BinaryIO]:
         raise
 
 
-def write_atomically(path: Path, data: bytes | memoryview, rank: int = 0, sync: bool = True) -> None:
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
     """Put `data` at `path`: afterwards the file is complete and on the disk, or unchanged."""
-    with writing(path, rank, sync) as file:
+    with writing(path) as file:
         write_all(file.fileno(), data)
 
 
@@ -138,7 +138,7 @@ def write_picture(path: Path, picture: Any, **settings: Any) -> None:
         picture.save(file, kind, **settings)
 
 
-def append(path: Path, data: bytes, sync: bool = False) -> None:
+def append(path: Path, data: bytes) -> None:
     """Add `data` to the end of a file, which is made if it is not there."""
     refuse_link(path)
     if path.exists():
@@ -146,8 +146,6 @@ def append(path: Path, data: bytes, sync: bool = False) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NEVER_FOLLOW, 0o666)
     try:
         write_all(fd, data)
-        if sync:
-            os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -1,4 +1,4 @@
-"""What people see on the terminal: how far a job is, tables, facts, lists, and the results of dense tasks."""
+"""What people see on the terminal: progress, tables, facts, lists, and the results of dense tasks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Progress:
             self._bar.stop()
 
 
-# Tables
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], title: str = "", caption: str = "") -> None:
@@ -129,7 +129,7 @@ def _cell(value: Any) -> str:
 
 
 def print_notes(notes: Sequence[str], aside: bool = True) -> None:
-    """What people should know about a result; `aside`: on stderr."""
+    """Print what people should know about a result; `aside`: on stderr."""
     for note in notes:
         say(f"note: {note}", file=sys.stderr if aside else sys.stdout)
 
@@ -142,7 +142,7 @@ def print_some(lines: Sequence[str], limit: int) -> None:
         say(f"  and {len(lines) - limit:,} more")
 
 
-# Segmentation and detection
+# -- segmentation and detection ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

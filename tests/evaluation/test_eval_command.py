@@ -91,7 +91,7 @@ def test_what_is_not_there_is_named(weights, tmp_path, capsys):
     assert main(["eval", str(weights), str(tmp_path / "nodata")]) == 2
     assert "nodata" in capsys.readouterr().err
     assert main(["eval", "timm:resnet18"]) == 2
-    assert "no run that says what it was trained on" in capsys.readouterr().err
+    assert "name the images: timm:resnet18 is no run folder that says what it was trained on" in capsys.readouterr().err
 
 
 def test_fewer_classes_are_matched_by_name_and_unknown_ones_refused(photos, weights, tmp_path, capsys):

@@ -14,9 +14,9 @@ from everytoken_lab.calibration import Calibration
 from everytoken_lab.cli import main
 from everytoken_lab.data.augment import eval_view
 from everytoken_lab.engine.run_folder import read_run
-from everytoken_lab.evaluation.run import network_inputs, validation_set
+from everytoken_lab.evaluation.run import ANSWERS, network_inputs, validation_set
 from everytoken_lab.reports.page import POINTS, render, thin
-from everytoken_lab.reports.predictions import CACHE, choose, labelling, photos, predict_run
+from everytoken_lab.reports.predictions import choose, labelling, photos, predict_run
 
 from .conftest import facts_of
 
@@ -92,7 +92,7 @@ def test_numbers_on_the_page_are_those_of_the_runs(trained, tmp_path):
 
 def test_predictions_are_those_of_eval_and_are_kept(trained, photos, capsys):
     run = read_run(trained / "runs/token-seed1")
-    (run.path / CACHE).unlink(missing_ok=True)
+    (run.path / ANSWERS).unlink(missing_ok=True)
     found = predict_run(run, "cpu")
     capsys.readouterr()
     main(["eval", str(run.path), str(photos), "--workers", "0", "--device", "cpu", "--json"])
@@ -101,7 +101,7 @@ def test_predictions_are_those_of_eval_and_are_kept(trained, photos, capsys):
     again = predict_run(run, "cpu", tell=lambda done, total: told.append(done))
     assert told == []
     assert np.array_equal(again.predictions.top, found.predictions.top)
-    (run.path / CACHE).write_bytes(b"torn")
+    (run.path / ANSWERS).write_bytes(b"torn")
     predict_run(run, "cpu", tell=lambda done, total: told.append(done))
     assert told[-1] == 12
 

@@ -417,7 +417,7 @@ def test_fine_tuning_ends_when_the_time_is_over_unless_its_length_was_asked_for(
     monkeypatch.setattr(auto_module, "_LATEST", -1.0)
     with caplog.at_level(logging.INFO):
         run = train(folder, weights=weights, out=str(tmp_path / "run"), minutes=5, maps="none", **asked, **QUIET)
-    given_up = "Fine-tuning was given up: the time is over, and 1 of" in caplog.text
+    given_up = "Fine-tuning was given up for lack of time: 1 of" in caplog.text
     assert given_up == (not asked)
     assert ("fine-tuned" in story(run)["result"]) == bool(asked)
     assert run.state == "finished"

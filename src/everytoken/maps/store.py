@@ -210,6 +210,9 @@ class Maps(Mapping[str, ScoreMap]):
         return Maps, (self.path, self.partial)
 
 
+# -- verifying ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Problem:
     """Something that is not as it was written. `keys`: the images it concerns, when they are known."""

@@ -1,4 +1,4 @@
-"""What LV-ViT, T2T-ViT, CvT and the small variants share as timm models: configuration, construction, weights."""
+"""What LV-ViT, T2T-ViT, CvT and small variants share: configuration, construction, weights, positions, patch grid."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TokenViT(VisionTransformer):
 
     @torch.no_grad()
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Truncated normal (0.02) for linear layers, tokens and positions, or sinusoids; each other layer's own."""
+        """Truncated normal (0.02) for linear layers, tokens, positions (or sinusoids); each other layer as its own."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 init_weights_vit_timm(module, name)
@@ -112,9 +112,9 @@ class TokenViT(VisionTransformer):
                 init_weights_vit_timm(head)
 
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
-        """Read the files that the authors of a model released, which timm has found or downloaded (`custom_load`); timm
-        would refuse those that hold an `argparse.Namespace` beside the weights. It then does the rest: classes,
-        channels, a strict check of names.
+        """Called by timm (`custom_load`) with a file that the model's authors released, which it would refuse where an
+        `argparse.Namespace` lies beside the weights. timm then does the rest: classes, channels, a strict check of
+        names.
 
         A file without a token head leaves the model without one, because nothing has trained it.
         """

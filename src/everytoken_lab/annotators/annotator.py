@@ -223,7 +223,7 @@ class LinearAnnotator(Annotator):
 
 
 def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: World) -> LinearAnnotator:
-    """Fit what is not fitted yet, by the first process, and return the annotator.
+    """Fit the heads, in the first process and unless the folder has them, and return the annotator.
 
     The heads are kept in `out/annotator` (`linear.safetensors` and `.json`), with the features, and the whole
     classifier as a plain timm model (`best.safetensors`).
@@ -256,7 +256,7 @@ def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: Wor
 
 
 def save_heads(choice: Choice, learnt: np.ndarray, data: DataSet, folder: Path, options: AnnotateOptions) -> None:
-    """Heads of the images `learnt`, then the whole classifier, then the note that makes them count."""
+    """Write the heads of the images `learnt`, then the whole classifier, then the note that makes them count."""
     fit, heads = choice.fit, (*choice.fit.fold_heads, choice.fit.head)
     part = np.full(len(data), len(heads) - 1, dtype=np.int64)
     part[learnt[choice.features.readable]] = fit.fold

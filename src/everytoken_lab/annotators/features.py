@@ -195,7 +195,7 @@ class FrozenBackbone:
 
     @property
     def candidate(self) -> Candidate:
-        """What it was made of, with its size."""
+        """Its name, size and crop, from which it can be opened again."""
         return Candidate(self.name, self.info.img_size[0], self.info.crop_mode == "squash")
 
     def pooled(self, images: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class Features:
         return np.array([i for i in range(len(self.values)) if i not in self.failures], dtype=np.int64)
 
     def rows(self, keep: np.ndarray) -> Features:
-        """Of some of the images, by their indices."""
+        """The features of some of the images, by index."""
         failures = {new: self.failures[old] for new, old in enumerate(keep.tolist()) if old in self.failures}
         return replace(self, values=self.values[keep], digests=[self.digests[i] for i in keep], failures=failures)
 

@@ -76,7 +76,7 @@ def _own_data(source: str) -> str:
 
     run = run_of(source)
     if run is None:
-        raise EverytokenError(f"{source} is no run that says what it was trained on: name the images")
+        raise EverytokenError(f"name the images: {source} is no run folder that says what it was trained on")
     if run.cross_validated:
         raise EverytokenError(
             f"{source} was trained on all of its photos, so they cannot tell how good it is; cross-validation said "

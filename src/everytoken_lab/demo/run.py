@@ -211,7 +211,7 @@ def _do(run: Run, words: list[str]) -> None:
         raise EverytokenError(f"the demo stops here (exit code {code}); the same command resumes from this point")
 
 
-# Collages
+# -- collages ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class _PerImage:
 
     @staticmethod
     def _class_row(name: str, labelled: np.ndarray, answered: np.ndarray) -> dict[str, Any]:
-        """Of a class: images, recall and precision in percent (None without images); labelled, answered: [N] bool."""
+        """Images, recall and precision of a class, in percent (None without images); labelled, answered: [N] bool."""
         recall = 100 * float(answered[labelled].mean()) if labelled.any() else None
         precision = 100 * float(labelled[answered].mean()) if answered.any() else None
         return {"class": name, "images": int(labelled.sum()), "recall": recall, "precision": precision}
@@ -178,7 +178,7 @@ AnyPredictions = Predictions | MultiLabelPredictions
 
 
 def predictions_of(index: Tensor | np.ndarray, label: Tensor | np.ndarray, logits: Tensor) -> AnyPredictions:
-    """Of images with logits [B, K], whichever kind of labels they have: [B], or multi-label [B, K]."""
+    """Predictions of images with logits [B, K] and labels [B], or multi-label [B, K]."""
     index, label, logits = torch.as_tensor(index), torch.as_tensor(label), logits.detach().float()
     if label.dim() == 2:
         return MultiLabelPredictions(*(t.cpu().numpy() for t in (index, label.bool(), logits)))

@@ -84,7 +84,7 @@ def save_checkpoint(
         try:
             for stem, tensors in weights.items():
                 write_atomically(work / f"{stem}.safetensors", encode_weights(tensors, metadata))
-            content = io.BytesIO()  # torch's own error for a full disk is none of the system's
+            content = io.BytesIO()  # for a full disk, torch would raise an error of its own
             torch.save(dict(state), content)
             write_atomically(work / STATE, content.getbuffer())
             files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in sorted(work.iterdir())}

@@ -15,34 +15,27 @@ them. The type of an option holds its range and its choices, which `apply` check
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
+import itertools
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 from annotated_types import Interval
 
-from everytoken.errors import EverytokenError
-from everytoken_lab.data.augment import AugmentOptions
-from everytoken_lab.machine import Workers, default_workers
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-import copy
-import dataclasses
-import functools
-import itertools
-from collections.abc import Iterable
-from importlib import resources
-from typing import TYPE_CHECKING
-
-from everytoken.errors import did_you_mean
+from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import read_bytes
 from everytoken.objectives import registry
 from everytoken_lab import schema
+from everytoken_lab.data.augment import AugmentOptions
+from everytoken_lab.machine import Workers, default_workers
 from everytoken_lab.schema import SchemaError
 
 if TYPE_CHECKING:

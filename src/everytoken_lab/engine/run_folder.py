@@ -34,18 +34,15 @@ from everytoken import __version__, files
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import BusyError, Lock, append, make_inside, plain_json, remove_temporary, write_atomically
 from everytoken_lab import schema
-from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT
-from everytoken_lab.data.tree import NAMED, SUBSET, network_address
+from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, DataError, DataSet, open_dataset
+from everytoken_lab.data.labels import find_labels
+from everytoken_lab.data.tree import NAMED, SUBSET, find_split, network_address, split_folder
 from everytoken_lab.engine.options import flat_names, how_to_run
+from everytoken_lab.models import PUBLISHED
 
 if TYPE_CHECKING:
     from everytoken_lab.engine.track import Tracker
     from everytoken_lab.models.open import OpenModel
-
-from everytoken_lab.data.datasets import DataError, DataSet, open_dataset
-from everytoken_lab.data.labels import find_labels
-from everytoken_lab.data.tree import find_split, split_folder
-from everytoken_lab.models import PUBLISHED
 
 logger = logging.getLogger(__name__)
 CROSS_VALIDATED = "cross-validation"

@@ -29,7 +29,7 @@ from everytoken_lab.terminal import Progress
 
 B = TypeVar("B", bound=Sized)
 IMAGES = 8
-"""In the picture of a batch, at most."""
+"""Most images in the picture of a batch."""
 
 
 def watched(batches: Iterable[B], total: int, world: World) -> Iterator[B]:

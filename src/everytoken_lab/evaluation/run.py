@@ -1,4 +1,4 @@
-"""A model over images: evaluation with labels, prediction without, and the calibration of a run.
+"""A model over images: evaluation with labels, prediction without, and what a run keeps of them.
 
 A run is calibrated on its held-out images once, and keeps it in RUN/calibration.json for these weights. Weights that
 `export` wrote carry theirs in their description. Published weights have none: nobody knows here which images they have
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import hashlib
 import io
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -50,7 +52,8 @@ from everytoken_lab.models.onnx import OnnxModel, faster
 from everytoken_lab.models.open import OpenModel, open_model
 from everytoken_lab.stats import Estimate
 
-CALIBRATION = "calibration.json"
+CALIBRATION, ANSWERS = "calibration.json", "report-predictions.npz"
+"""Files of a run: calibration and answers of its best weights, on its validation images."""
 FEWEST, MOST = 20, 1000  # images to calibrate on
 NOT_FINITE = "the model's answers are not finite numbers: its weights are damaged, or mixed precision overflows (amp)."
 LOGITS = 50_000_000  # numbers that are kept at most to calibrate: of an even sample of the images
@@ -295,7 +298,7 @@ def evaluate(
     return Evaluation(numbers, predictions, names, keys, skipped, notes, calibration)
 
 
-# -- the calibration of a run ------------------------------------------------------------------------------------------
+# -- what a run keeps --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -345,6 +348,15 @@ def keep_calibration(run: Run, weights: Path, calibration: Calibration) -> None:
     with contextlib.suppress(OSError, EverytokenError):
         content = plain_json(asdict(RunCalibration(sha256_of(weights), calibration)))
         write_atomically(run.path / CALIBRATION, content.encode())
+
+
+def stamp(weights: Path, images: DataSet) -> str:
+    """Changes when the weights or the images do."""
+    content = hashlib.sha256(sha256_of(weights).encode())
+    names = json.dumps([images.name, images.class_names, list(images.keys())])
+    content.update(names.encode("utf-8", "surrogateescape"))
+    content.update(images.labels.tobytes())
+    return content.hexdigest()
 
 
 def calibrated(opened: OpenModel, options: InferenceOptions) -> tuple[OpenModel, str]:

@@ -50,8 +50,8 @@ def import_released(
     mode = resize_mode or ("squash" if grid == (15, 15) else "center")
     if mode != "squash" and images is None:
         raise StoreError(
-            f"maps of {grid[0]}x{grid[1]} cells lie on the middle square of their image: give the images to place them "
-            "(the image folder, images), or resize_mode 'squash' if they cover whole images, as ReLabel's do."
+            f"maps of {grid[0]}x{grid[1]} cells lie on the middle square of images of unknown size: give the "
+            "image folder (images), or resize_mode 'squash' if they cover whole images, as ReLabel's do."
         )
     annotator, notes = {"name": "released maps"}, []
     if resize_mode is None:

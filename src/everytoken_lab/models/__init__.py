@@ -1,6 +1,6 @@
 """Open any classifier, and run it fast."""
 
 HUB = ("hf-hub:", "local-dir:")
-"""How the names of models begin that timm reads from elsewhere."""
+"""Prefixes of models that timm reads from elsewhere."""
 PUBLISHED = ("timm:", "registry:", *HUB)
-"""How the names of weights that are no paths begin; they were not trained on a folder of the user's."""
+"""Prefixes of weights that are not paths; none were trained on a folder of the user's."""

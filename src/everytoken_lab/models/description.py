@@ -204,7 +204,7 @@ def token_head_file(weights: Path) -> Path:
 
 
 def weights_hash(module: nn.Module) -> str:
-    """SHA-256 of all weights with their names, types and shapes: which annotator it was, beyond its name."""
+    """SHA-256 of all weights with their names, types and shapes: which model it was, beyond its name."""
     digest = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         plain = value.detach().cpu().contiguous()

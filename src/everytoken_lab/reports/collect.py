@@ -204,7 +204,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
-# Groups of runs
+# -- groups of runs ----------------------------------------------------------------------------------------------------
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:

@@ -108,7 +108,7 @@ def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [*((float(x), float(y)) for x, y in (part.mean(0) for part in parts)), points[-1]]
 
 
-# Sentences
+# -- sentences ---------------------------------------------------------------------------------------------------------
 
 
 def headline(report: Report) -> str:

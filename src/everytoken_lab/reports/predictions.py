@@ -12,8 +12,6 @@ own class head is asked at every token instead. The mask is that of `everytoken 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +21,6 @@ import numpy as np
 import torch
 
 from everytoken.errors import EverytokenError
-from everytoken.files import sha256_of
 from everytoken_lab.calibration import Calibration
 from everytoken_lab.classes import shown_name
 from everytoken_lab.data.augment import eval_view
@@ -36,19 +33,20 @@ from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.evaluation import EvalOptions
 from everytoken_lab.evaluation.locate import ALIKE, Locator, cell_classes, run_lengths
 from everytoken_lab.evaluation.run import (
+    ANSWERS,
     FEWEST,
     Inference,
     evaluate,
     keep_calibration,
     read_calibration,
     shown_probabilities,
+    stamp,
     validation_set,
 )
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.models.description import describe
 from everytoken_lab.models.open import OpenModel, find_weights, open_model
 
-CACHE = "report-predictions.npz"
 MISTAKES, OTHERS = 2000, 100  # photos on a page, at most
 LARGE, SMALL = 320, 128  # pixels of the long side: of photos with tokens, and of others
 MASK = 96  # cells of a mask, in each direction
@@ -103,7 +101,7 @@ def predict_run(
     weights, keys = find_weights(run.path), list(images.keys())
     note, about = stamp(weights, images), describe(weights)
     kind = MultiLabelPredictions if about is not None and about.multi_label else Predictions
-    saved: tuple[AnyPredictions, dict[str, str]] | None = kind.saved(run.path / CACHE, note)
+    saved: tuple[AnyPredictions, dict[str, str]] | None = kind.saved(run.path / ANSWERS, note)
     calibration = read_calibration(run, weights)
     enough = len(images) >= FEWEST
     if saved is not None and about is not None and about.class_names and (calibration is not None or not enough):
@@ -111,8 +109,8 @@ def predict_run(
         return PredictedRun(run, predictions, list(about.class_names), keys, images, skipped, weights, calibration)
     if run.cross_validated:
         raise EverytokenError(
-            f"{run.name} was trained on all of its images, and its out-of-fold predictions ({CACHE}) are missing or of "
-            "other images or weights"
+            f"{run.name} was trained on all of its images, and its out-of-fold predictions ({ANSWERS}) are missing, or "
+            "of other images or weights"
         )
     opened = open_model(weights)
     how = {"device": device, "workers": workers, "on_bad_image": "skip"}
@@ -120,22 +118,13 @@ def predict_run(
     if result.calibration is not None:
         keep_calibration(run, weights, result.calibration)
     with contextlib.suppress(OSError):  # a run folder that cannot be written is only slower next time
-        result.predictions.save(run.path / CACHE, note, result.skipped)
+        result.predictions.save(run.path / ANSWERS, note, result.skipped)
     return PredictedRun(
         run, result.predictions, result.class_names, keys, images, result.skipped, weights, result.calibration, opened
     )
 
 
-def stamp(weights: Path, images: DataSet) -> str:
-    """Changes when the weights or the images do."""
-    content = hashlib.sha256(sha256_of(weights).encode())
-    names = json.dumps([images.name, images.class_names, list(images.keys())])
-    content.update(names.encode("utf-8", "surrogateescape"))
-    content.update(images.labels.tobytes())
-    return content.hexdigest()
-
-
-# Photos
+# -- photos ------------------------------------------------------------------------------------------------------------
 
 
 def doubt(predictions: AnyPredictions) -> np.ndarray:

@@ -279,7 +279,7 @@ def radius(text: str) -> float:
 
 
 def robustness(
-    source: str | Path, out: str | Path = "", *, progress: Progress = lambda *_: None, **settings: Any
+    source: str | Path, out: str | Path = "", *, progress: Progress | None = None, **settings: Any
 ) -> Robustness:
     """Test a model, or two side by side, on several suites. Predictions and attack logs are cached.
 
@@ -296,7 +296,7 @@ def robustness(
     folder = Path(out) if out else default_folder(str(source), "robust")
     names, results = [], []
     for name, weights in models:
-        runner = SuiteRunner(name, replace(options, weights=weights), folder, sources, progress)
+        runner = SuiteRunner(name, replace(options, weights=weights), folder, sources, progress or (lambda *_: None))
         results.append(runner.run(suites))
         names.append(f"{runner.name} ({runner.opened.parameters / 1e6:.1f} M parameters)")
     table = make_table(names, results)

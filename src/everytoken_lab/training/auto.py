@@ -117,7 +117,7 @@ def train_photos(options: TrainOptions, asked: Set[str], auto: AutoOptions, trus
                     train_with(tuning.training(recipe, output, which), part, reported=False, deadline=deadline)
             story.result = tuning.keep(output, recipe, inputs, deadline)
         except OutOfTime as late:
-            story.say(f"Fine-tuning was given up: the time is over, and {late}. This machine was faster when it began.")
+            story.say(f"Fine-tuning was given up for lack of time: {late}. The machine was faster when it was timed.")
             story.updates, recipe = 0, None
             story.result = tuning.keep(output, None, inputs)
         story.write(folder)

@@ -1,5 +1,5 @@
-"""What training without a recipe knows, decides (`Story`) and how it fine-tunes: which backbone, how, how long; and
-which model it keeps.
+"""Training without a recipe: what it has decided so far (`Story`), how it fine-tunes (which backbone, with which
+settings, for how long), and which model it keeps.
 
 Convolutional networks are trained from their middle on: the first half of the stages has a few percent of the weights
 and most of the cost.
@@ -40,11 +40,11 @@ from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.distributed import World, pick_device
 from everytoken_lab.engine.options import TrainOptions, apply
 from everytoken_lab.engine.run_folder import CROSS_VALIDATED, RunFolder, read_run
-from everytoken_lab.evaluation.run import EvalOptions, Inference, Voter, keep_calibration
+from everytoken_lab.evaluation import EvalOptions
+from everytoken_lab.evaluation.run import ANSWERS, CALIBRATION, Inference, Voter, keep_calibration, stamp
 from everytoken_lab.machine import cores, free_disk, memory
 from everytoken_lab.models.description import describe
 from everytoken_lab.models.open import OpenModel, open_model
-from everytoken_lab.reports.predictions import CACHE, stamp
 from everytoken_lab.training.build import Inputs, build, freeze_first, layer_groups, log_priors
 from everytoken_lab.training.classify import Classification, train_with
 
@@ -312,7 +312,7 @@ RIVAL = "on-held-out.npz"
 """In linear/: answers of heads that were fitted on the photos that the fine-tuned model is trained on."""
 _KEPT = (
     *("best.safetensors", "best.token_head.safetensors", "config.yaml", "config.json", "environment.json"),
-    *("metrics.jsonl", "classes.json", "batch.jpg", CACHE, "calibration.json", "summary.json"),
+    *("metrics.jsonl", "classes.json", "batch.jpg", ANSWERS, CALIBRATION, "summary.json"),
 )  # the summary last: it says that the run is finished
 
 
@@ -338,7 +338,7 @@ def keep(output: Path, tuning: TrainOptions | None, inputs: Inputs, deadline: fl
         deadline: at which fine-tuning gives up.
     """
     crossed = read_run(output / "linear").cross_validated
-    answers, folds = saved_answers(output / "linear" / CACHE), FOLDS if crossed else 0
+    answers, folds = saved_answers(output / "linear" / ANSWERS), FOLDS if crossed else 0
     result: dict[str, Any] = {"kept": "linear", "linear": answers.accuracy.value}
     text, verdict = "Kept: the linear head", ""
     if tuning is not None:
@@ -431,7 +431,7 @@ def save_answers(writer: RunFolder, judged: Judged, summary: Mapping[str, Any]) 
     """Write the numbers of a model; the summary, which says that the run is finished, comes last."""
     run, answers = writer.read(), judged.answers
     weights, found = run.path / "best.safetensors", answers.summary()
-    answers.save(run.path / CACHE, stamp(weights, judged.photos), judged.skipped)
+    answers.save(run.path / ANSWERS, stamp(weights, judged.photos), judged.skipped)
     keep_calibration(run, weights, judged.calibration)
     at = {"score": next(iter(found.values())), "epoch": summary["epochs"], "step": summary["updates"]}
     numbers = {f"val_{name}": round(value, 4) for name, value in found.items()}

@@ -177,7 +177,7 @@ class Aligner:
         """Follow one pass of the model, or of a wrapper of it, over mixed images.
 
         Args:
-            mix: an `everytoken.mixing.Mix`, or anything with `mask` [B or 1, h, w] on any grid over the image (1 = own
+            mix: an `everytoken.Mix`, or anything with `mask` [B or 1, h, w] on any grid over the image (1 = own
                 image, 0 = partner) and `ratio` [B]. Its `level`, if it has one, says whether tokens are mixed instead
                 of pixels, behind the patch embedding.
         """
