@@ -118,20 +118,15 @@ def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer | n
         target = (1 - doubt) * logits[np.arange(len(labels)), labels] + doubt * logits.mean(1)
 
     def slope(inverse: float) -> float:
-        p = (
-            scipy.special.expit(inverse * logits)
-            if labels.ndim == 2
-            else scipy.special.softmax(inverse * logits, axis=1)
-        )
+        z = inverse * logits
+        p = scipy.special.expit(z) if labels.ndim == 2 else scipy.special.softmax(z, axis=1)
         return float(((p * logits).sum(1) - target).mean())
 
     if slope(_FLATTEST) > 0:
         return 1 / _FLATTEST
-    return (
-        1 / float(scipy.optimize.brentq(slope, _FLATTEST, _SHARPEST, rtol=1e-6))
-        if slope(_SHARPEST) > 0
-        else 1 / _SHARPEST
-    )
+    if slope(_SHARPEST) <= 0:
+        return 1 / _SHARPEST
+    return 1 / float(scipy.optimize.brentq(slope, _FLATTEST, _SHARPEST, rtol=1e-6))
 
 
 def confidence(

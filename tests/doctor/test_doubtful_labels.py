@@ -110,7 +110,8 @@ def test_few_images_and_a_sample_are_not_judged_and_without_weights_a_note_says_
 ):
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", str(photos), "--json"]) == 0
-    assert not [f for f in json.loads(capsys.readouterr().out)["findings"] if "label" in f["code"]]
+    (note,) = [f for f in json.loads(capsys.readouterr().out)["findings"] if "label" in f["code"]]
+    assert note["what"] == "labels were not checked: fewer than 100 images"
     monkeypatch.setattr(doubtful, "FEWEST", 10)
     monkeypatch.setattr("everytoken_lab.annotators.features.available_weights", list)
     codes = {f.code: f for f in et_doctor(photos)}

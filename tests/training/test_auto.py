@@ -97,6 +97,9 @@ def test_its_record_says_what_happened_and_nothing_else(result, crossed):
 
 
 def test_copies_of_held_out_photos_and_unreadable_ones_are_left_out(result):
+    assert any(
+        "Left out: 1 file that cannot be read, the first: class-2/broken.png" in x for x in story(result)["lines"]
+    )
     lines = dict(line.split("\t") for line in (result.path / "exclude.txt").read_text().splitlines())
     assert set(lines) == {"class-0/copy.png", "class-2/broken.png"}
     assert lines["class-0/copy.png"] == "a copy of a held-out photo"
@@ -483,6 +486,13 @@ def test_card_and_report_of_a_linear_head_tell_what_happened(crossed, tmp_path):
     assert "in cross-validation of its 39 images; the model itself was then fitted on all of them" in card
     for untrue in ("adamw", "epoch", "rand-m9", "smoothing", "pip install", "https://pypi"):
         assert untrue not in card.lower()
+
+
+def test_a_report_that_was_interrupted_is_written_by_the_same_command(crossed, folder, weights):
+    page = crossed.path / "report.html"
+    page.unlink()
+    train(folder / "train", weights=weights, out=str(crossed.path), linear=True, **QUIET)
+    assert page.is_file()
 
 
 def test_explain_and_predict_show_one_probability(crossed, folder, tmp_path):

@@ -55,6 +55,7 @@ def examine_labels(spec: str, splits: Splits, folder: Path, workers: int, tell: 
     """The most doubtful labels; a page with pictures and a table are written to the folder."""
     train = splits["train"]
     if sum(map(len, splits.values())) < FEWEST or train.num_classes < (1 if train.multi_label else 2):
+        yield Finding("note", "labels-not-checked", f"labels were not checked: fewer than {FEWEST} images", spec)
         return
     try:
         doubts, about = _doubts(splits, folder / "features", workers, tell)

@@ -149,7 +149,7 @@ def _check_images(opened: OpenModel, run: Run | None) -> tuple[Tensor, str]:
         if run is not None:
             data = validation_set(run)
             _, images = network_inputs(opened.info, map(data.picture, sample_positions(len(data), CHECKED_ON)))
-            return images, f"{len(images)} images that the run held out"
+            return images, f"{len(images)} {'of its photos' if run.cross_validated else 'images that the run held out'}"
     noise = torch.randn(CHECKED_ON, 3, *opened.info.img_size, generator=torch.Generator().manual_seed(0))
     return noise, f"{CHECKED_ON} images of noise"
 

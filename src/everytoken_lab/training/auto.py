@@ -62,6 +62,8 @@ from everytoken_lab.engine.run_folder import CROSS_VALIDATED, Run, RunFolder, re
 from everytoken_lab.machine import cores, free_disk
 from everytoken_lab.models.description import timm_config
 from everytoken_lab.models.open import fetch_modern
+from everytoken_lab.reports import ReportOptions
+from everytoken_lab.schema import counted
 from everytoken_lab.training import tuning
 from everytoken_lab.training.build import Inputs, complete, excluded, has_validation
 from everytoken_lab.training.classify import train_with
@@ -71,8 +73,9 @@ METHOD = "logistic regression on frozen features"
 MINUTES = 20.0
 """The default budget."""
 _LOOKING = 0.25  # of the budget for features and the choice of a backbone, at most
-_LATEST, _ENDING = 1.1, 15.0  # of the budget, at most, less the seconds that the report may take
+_LATEST, _ENDING = 1.1, 15.0  # of the budget, at most, less some seconds for the report
 _SIMILAR = 0.9  # cosine of the features of two photos that may be the same
+SAMPLES = ReportOptions.samples  # photos with tokens and masks, about a second each
 _TOKENS = {"token_labeling": {"beta": 0.5, "class_target": "truth"}}
 
 
@@ -86,7 +89,6 @@ def train_photos(options: TrainOptions, asked: Set[str], auto: AutoOptions, trus
         trust_code: whether a recipe.yaml that was edited may name objectives by import paths.
     """
     started, seconds = time.monotonic(), 60 * (auto.minutes or MINUTES)
-    deadline = math.inf if asked & {"epochs", "iters"} else started + _LATEST * seconds - _ENDING
     train, val = _open(options, inputs)
     images = keys_hash(train) + (keys_hash(val) if val is not None else "")
     output, previous = _folder(options, images)
@@ -99,34 +101,48 @@ def train_photos(options: TrainOptions, asked: Set[str], auto: AutoOptions, trus
             raise EverytokenError(f"{output} holds a run on other photos; choose another output.")
         if story.result:
             folder.log(f"{output} is finished. {story.result['text']}")
-            return read_run(output)
-        if story.updates is None:
+        else:
             job = Job(options, asked, inputs, train, val, output, story, seconds, started)
-            _look(job)
-            choice, groups = _choose(job, previous, auto.offline)
-            _fit(job, choice)
-            if auto.linear:
-                story.say("No fine-tuning, as asked (--linear).")
-            story.updates = 0 if auto.linear else _plan(job, choice, groups)
-            story.write(folder)
-        recipe, photos = None, train if val is None else val
-        try:
-            if story.updates:
+            _decide_and_train(job, folder, previous, auto, trust_code)
+        if not (output / "report.html").exists():  # a start may have been interrupted before it
+            photos = train if val is None else val
+            if story.result["kept"] == "fine-tuned":
                 recipe = complete(read_tuning(output, options, trust_code), inputs=inputs)
-                for which, part in tuning.trainings(inputs, val is None):
-                    train_with(tuning.training(recipe, output, which), part, reported=False, deadline=deadline)
-            story.result = tuning.keep(output, recipe, inputs, deadline)
-        except OutOfTime as late:
-            story.say(f"Fine-tuning was given up for lack of time: {late}. The machine was faster when it was timed.")
-            story.updates, recipe = 0, None
-            story.result = tuning.keep(output, None, inputs)
-        story.write(folder)
-        folder.log(story.result["text"])
-        if recipe is not None and story.result["kept"] == "fine-tuned":
-            photos = inputs.undivided(recipe) if val is None else inputs.splits(recipe)[1]
-        with folder.surviving("report.html"):
-            read_run(output).report(output / "report.html", data=network_address(options.data), images=photos)
+                photos = inputs.undivided(recipe) if val is None else inputs.splits(recipe)[1]
+            folder.log("Writing the report ...")
+            samples = min(SAMPLES, max(SAMPLES // 5, int(started + _LATEST * seconds - time.monotonic())))
+            how: dict[str, Any] = {"data": network_address(options.data), "images": photos, "samples": samples}
+            with folder.surviving("report.html"):
+                read_run(output).report(output / "report.html", **how)
+                folder.log(f"report: {output / 'report.html'}")
     return read_run(output)
+
+
+def _decide_and_train(job: Job, folder: RunFolder, previous: Path | None, auto: AutoOptions, trust_code: bool) -> None:
+    """Everything up to the model that is kept."""
+    story, output, inputs = job.story, job.output, job.inputs
+    deadline = math.inf if job.asked & {"epochs", "iters"} else job.started + _LATEST * job.seconds - _ENDING
+    if story.updates is None:
+        _look(job)
+        choice, groups = _choose(job, previous, auto.offline)
+        _fit(job, choice)
+        if auto.linear:
+            story.say("No fine-tuning, as asked (--linear).")
+        story.updates = 0 if auto.linear else _plan(job, choice, groups)
+        story.write(folder)
+    try:
+        recipe = None
+        if story.updates:
+            recipe = complete(read_tuning(output, job.options, trust_code), inputs=inputs)
+            for which, part in tuning.trainings(inputs, job.val is None):
+                train_with(tuning.training(recipe, output, which), part, reported=False, deadline=deadline)
+        story.result = tuning.keep(output, recipe, inputs, deadline)
+    except OutOfTime as late:
+        story.say(f"Fine-tuning was given up for lack of time: {late}. The machine was faster when it was timed.")
+        story.updates = 0
+        story.result = tuning.keep(output, None, inputs)
+    story.write(folder)
+    folder.log(story.result["text"])
 
 
 # -- look --------------------------------------------------------------------------------------------------------------
@@ -205,7 +221,7 @@ def _choose(job: Job, previous: Path | None, offline: bool) -> tuple[Choice, lis
         reason = f"all that is on this machine ({', '.join(available_weights())})"
     story.say(f"Backbone: {chosen}: {reason}.")
     if choice.skipped:
-        story.say(f"Not tried, for lack of time: {', '.join(choice.skipped)}.")
+        story.say(f"Not tried, as {_LOOKING:.0%} of the time are for choosing: {', '.join(choice.skipped)}.")
     return without_copies(choice, job.train, job.options.run.seed)
 
 
@@ -252,6 +268,9 @@ def _fit(job: Job, choice: Choice) -> None:
         skipped |= {data.key(i): reason for i, reason in features.failures.items()}
         logits = head(torch.from_numpy(features.values[features.readable]))
         answers = predictions_of(features.readable, data.labels[features.readable], logits)
+    if skipped:
+        key, reason = next(iter(skipped.items()))
+        job.story.say(f"Left out: {counted(len(skipped), 'file')} that cannot be read, the first: {key} ({reason}).")
     if folder.exists():  # of a start that was killed
         shutil.rmtree(folder)
     writer, chosen = RunFolder(folder), vars(job.options.dataset)

@@ -206,9 +206,12 @@ def settings(job: Job, backbone: FrozenBackbone, train: int, val: int) -> dict[s
     batch = batch_in_memory(backbone, wanted, job.device, freeze)
     rate = f"1e-3, the first {freeze} layer groups frozen" if convolutional else "1e-4 falling by 0.8 per layer"
     less = f" in {wanted // batch} accumulated steps, for lack of memory" if wanted > batch else ""
+    photos, judges = f"{train:,} photos", f"judged on {val:,} photos that it has not seen"
+    if job.val is None:
+        photos, judges = f"each half of the photos ({train:,} or more)", "judged on the other half"
     job.story.say(
-        f"Fine-tuning from a linear head: {train:,} photos, batch {wanted}{less}, AdamW at {rate}, batch norms frozen, "
-        f"averaged weights, mild crops; judged on {val:,} photos that it has not seen."
+        f"Fine-tuning from a linear head: {photos}, batch {wanted}{less}, AdamW at {rate}, batch norms frozen, "
+        f"averaged weights, mild crops; {judges}."
     )
     return {
         "model": backbone.info.architecture,
