@@ -16,6 +16,7 @@ from everytoken import keyed
 from everytoken.errors import EverytokenError
 from everytoken_lab.data.archives import ArchiveReader
 from everytoken_lab.data.augment import AugmentOptions, EvalTransform, TrainTransform
+from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.data.decode import ImageError, Picture, read_header, to_rgb
 
 from .conftest import encode, photo
@@ -89,6 +90,24 @@ def test_exif_rotation_is_applied(orientation, kind):
     picture = Picture(data)
     assert picture.size == want.size
     assert np.array_equal(np.asarray(picture.upright()), np.asarray(want))
+
+
+def test_heic_photos_are_read_with_the_extra_heif(tmp_path, monkeypatch):
+    heif = pytest.importorskip("pillow_heif")
+    heif.register_heif_opener(thumbnails=False)
+    pixels = np.zeros((40, 60, 3), np.uint8)
+    pixels[:20] = (250, 10, 10)  # the upper half is red
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        Image.fromarray(pixels).save(tmp_path / folder / "photo.HEIC", quality=95)
+    monkeypatch.delitem(Image.OPEN, "HEIF")  # to be registered again
+    data = open_dataset(tmp_path)
+    assert list(data.keys()) == ["a/photo.HEIC", "b/photo.HEIC"]
+    upright = np.asarray(data.picture(0).upright()).astype(int)
+    assert np.abs(upright - pixels).mean() < 5
+    (tmp_path / "b/photo.HEIC").write_bytes((tmp_path / "b/photo.HEIC").read_bytes()[:200])
+    with pytest.raises(ImageError, match=r"b/photo\.HEIC"):
+        data.picture(1).upright()
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")

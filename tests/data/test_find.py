@@ -170,17 +170,17 @@ def test_images_outside_the_class_folders_are_left_out_with_a_warning(tmp_path, 
 
 @pytest.mark.parametrize("make", [in_folder, in_zip])
 def test_photos_that_cannot_be_read_are_counted_and_the_way_out_is_named(tmp_path, caplog, make):
-    names = ("cat/1.jpg", "cat/2.HEIC", "dog/3.cr2", "dog/4.jpg")
+    names = ("cat/1.jpg", "cat/2.JXL", "dog/3.cr2", "dog/4.jpg")
     photos = make(tmp_path, names=names)
     data = open_dataset(photos)
     assert list(data.keys()) == ["cat/1.jpg", "dog/4.jpg"]
     (told,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
-    assert "2 files such as cat/2.HEIC" in told
+    assert "2 files such as cat/2.JXL" in told
     assert "magick mogrify" in told
     if make is in_folder:
         caplog.clear()
         assert tree.gather_images([str(photos / "cat")])[1] == ["1.jpg"]
-        assert "1 files such as 2.HEIC" in caplog.text
+        assert "1 files such as 2.JXL" in caplog.text
 
 
 def refuse(message, *args, **kwargs):

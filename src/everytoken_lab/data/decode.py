@@ -19,6 +19,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,9 @@ from everytoken.errors import EverytokenError
 from everytoken.files import NotAFileError, check_regular, read_bytes
 
 # What Pillow may open. Without a list it tries all its formats by content, and one of them (EPS) starts Ghostscript.
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "TGA", "AVIF")
+HEIF = find_spec("pillow_heif") is not None
+"""Whether HEIC photos can be read: with the extra `heif`."""
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "TGA", "AVIF", *(("HEIF",) if HEIF else ()))
 MAX_PIXELS = 89_478_485  # 9,459 x 9,459; above it Pillow warns of decompression bombs
 LIMIT_VARIABLE = "EVERYTOKEN_MAX_PIXELS"
 _PIXELS_PER_BYTE = 512  # of a JPEG file, at most: each block of 8 x 8 pixels takes a bit or more
@@ -187,6 +190,10 @@ def open_image(source: Path | io.BytesIO, where: str) -> Image.Image:
         size = len(source.getbuffer()) if isinstance(source, io.BytesIO) else source.stat().st_size
         if not size:
             raise ImageError(f"{where}: the file is empty.")
+        if HEIF and "HEIF" not in Image.OPEN:
+            import pillow_heif
+
+            pillow_heif.register_heif_opener(thumbnails=False)
         image = Image.open(source, formats=FORMATS)
         _check_pixels(image.size, where)
         if image.format in ("JPEG", "MPO") and image.width * image.height > size * _PIXELS_PER_BYTE:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 
-from everytoken.errors import DataError, EverytokenError, did_you_mean
+from everytoken.errors import DataError, EverytokenError, did_you_mean, install_command
 from everytoken_lab.data.archives import ArchiveReader, RemoteFile, fetch, find_remote, is_remote
+from everytoken_lab.data.decode import HEIF
 from everytoken_lab.data.labels import NAME as LABELS_NAME
 from everytoken_lab.data.labels import Row, check_relative, find_labels, read_labels, read_text
 
@@ -25,9 +26,12 @@ EXTENSIONS = frozenset(
     (
         *(".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
         *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".tga", ".avif"),
+        *((".heic", ".heif") if HEIF else ()),
     )
 )
-UNREAD = frozenset((".heic", ".heif", ".jxl", ".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".raf", ".rw2"))
+UNREAD = (
+    frozenset((".heic", ".heif", ".jxl", ".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".raf", ".rw2")) - EXTENSIONS
+)
 """Photos that cannot be decoded here; they are counted, and the user is told."""
 SPLITS = {
     "train": ("train", "training"),
@@ -68,9 +72,10 @@ def _readable(where: str, paths: Iterable[str]) -> list[str]:
     files = sorted(set(paths))
     if unread := [path for path in files if is_image(path, UNREAD)]:
         kind = unread[0].rsplit(".", 1)[1]
+        heif = f"; or read HEIC: {install_command('heif')}" if kind.lower() in ("heic", "heif") else ""
         warn_once(
             f"{where}: {len(unread):,} files such as {unread[0]} are left out, because this format cannot be read. "
-            f"Convert them first: magick mogrify -format jpg *.{kind}"
+            f"Convert them first: magick mogrify -format jpg *.{kind}{heif}"
         )
     return list(filter(is_image, files))
 
