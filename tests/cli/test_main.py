@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -179,3 +180,19 @@ def test_what_the_machine_refuses_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr("everytoken_lab.cli._run_module", Mock(side_effect=RuntimeError("a bug")))
     with pytest.raises(RuntimeError):
         main(["train", "x"])
+
+
+def test_a_package_that_turns_ctrl_c_into_an_error_of_its_own_interrupts_too(monkeypatch, capsys):
+    def run(*_):
+        with pytest.raises(KeyboardInterrupt):
+            signal.getsignal(signal.SIGINT)(signal.SIGINT, None)  # as Ctrl-C does
+        raise RuntimeError("SchemaError: KeyboardInterrupt")
+
+    monkeypatch.setattr("everytoken_lab.cli._run_module", run)
+    monkeypatch.setattr(sys, "argv", ["everytoken", "train", "x"])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main() == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "everytoken: interrupted\n"

@@ -79,12 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = _choose("everytoken", GROUPS, argv, EXAMPLES)
         return (_run_module(name, argv[1:], f"everytoken {name}") if name else 0) or 0
     except KeyboardInterrupt:
-        say("everytoken: interrupted", file=sys.stderr)
-        return 130
+        return _interrupted()
     except BrokenPipeError:  # `everytoken models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
+        if signal.getsignal(signal.SIGINT) is _leave:  # some packages turn Ctrl-C into an error of their own
+            return _interrupted()
         told = _told(error)
         if told is None:
             raise
@@ -97,8 +98,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _interrupt(*_: object) -> None:
     """Ctrl-C; a second one does not wait until everything is put away. (Processes of loaders end by themselves.)"""
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    signal.signal(signal.SIGINT, _leave)
     raise KeyboardInterrupt
+
+
+def _leave(*_: object) -> None:
+    os._exit(130)
+
+
+def _interrupted() -> int:
+    say("everytoken: interrupted", file=sys.stderr)
+    return 130
 
 
 def _told(error: Exception) -> EverytokenError | None:

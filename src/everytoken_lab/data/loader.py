@@ -260,7 +260,7 @@ class _Guarded:
                 tensor.share_memory_()
             with ExitStack() as spare:
                 for _ in range(len(shared) + _SPARE if shared else 0):
-                    spare.enter_context(open(os.devnull))
+                    spare.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         except (OSError, RuntimeError) as error:
             if isinstance(error, OSError) or "Too many open files" in str(error):
                 return WorkerError(_HANDLES)
